@@ -1,1 +1,1 @@
-//! x
+//! Harness for tests with real microVMs.
