@@ -1,0 +1,197 @@
+//! Requests, replies and what they carry.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// A request with the version it was written for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Envelope<V> {
+    /// [`crate::PROTOCOL_VERSION`] of the sender.
+    pub version: u32,
+    /// What is asked.
+    pub verb: V,
+}
+
+/// What can be asked of a microVM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum VmVerb {
+    /// Replies [`VmStatus`].
+    Status,
+    /// Stops the vCPUs at a safe point. Replies [`VmStatus`].
+    Pause,
+    /// Lets the vCPUs run again. Replies [`VmStatus`].
+    Resume,
+    /// Saves a template (`state`, `memory`) into an existing directory and ends
+    /// the process. Replies [`VmStatus`] before it ends.
+    Freeze {
+        /// Where the files go.
+        directory: PathBuf,
+    },
+    /// Replies [`VmStats`].
+    Stats,
+    /// Ends the process at once. Replies [`VmStatus`] before it ends.
+    Stop,
+}
+
+/// What can be asked of a template process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum TemplateVerb {
+    /// Replies [`TemplateStatus`].
+    Status,
+    /// Gives birth to a clone. Replies [`SpawnReply`] from the clone.
+    Spawn(SpawnRequest),
+    /// Ends the template process; clones live on. Replies [`TemplateStatus`].
+    Stop,
+}
+
+/// A clone to be born.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SpawnRequest {
+    /// Name for logs.
+    pub id: String,
+    /// Where `control.sock`, `vsock.sock`, `console.log` and `vmm.log` are made.
+    /// Must exist.
+    pub directory: PathBuf,
+    /// For each writable disk, by id, the file that takes the clone's own blocks.
+    /// Made on the first write.
+    pub disks: BTreeMap<String, PathBuf>,
+}
+
+/// A clone that runs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpawnReply {
+    /// Process of the clone; a child of the template process.
+    pub pid: u32,
+    /// Where the time went.
+    pub timings: SpawnTimings,
+}
+
+/// Microseconds on the monotonic clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct SpawnTimings {
+    /// Request read → first instruction of the child.
+    pub fork_us: u64,
+    /// KVM VM, memory slots, vCPUs and their state.
+    pub vm_us: u64,
+    /// Devices and sockets.
+    pub devices_us: u64,
+    /// Request read → vCPU threads enter the guest.
+    pub total_us: u64,
+}
+
+/// Life of a microVM process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum VmState {
+    /// vCPUs run.
+    Running,
+    /// vCPUs are stopped at a safe point.
+    Paused,
+    /// The process is about to end.
+    Stopping,
+}
+
+/// Reply to most verbs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmStatus {
+    /// As given at birth.
+    pub id: String,
+    /// Process id.
+    pub pid: u32,
+    /// Life of the process.
+    pub state: VmState,
+    /// Number of vCPUs.
+    pub vcpus: u8,
+    /// Guest RAM.
+    pub memory_bytes: u64,
+}
+
+/// Reply of a template process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TemplateStatus {
+    /// Process id.
+    pub pid: u32,
+    /// Clones born since the process started.
+    pub spawned: u64,
+    /// Number of vCPUs of a clone.
+    pub vcpus: u8,
+    /// Guest RAM of a clone.
+    pub memory_bytes: u64,
+    /// Bytes of the RAM image that hold data.
+    pub image_bytes: u64,
+}
+
+/// Counters of a microVM since its birth.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct VmStats {
+    /// Exits to user space.
+    pub exits: ExitStats,
+    /// Counters of KVM's own statistics interface, summed over vCPUs. Absent where the
+    /// kernel has no such interface.
+    pub kvm: Option<KvmStats>,
+    /// Guest pages that are the clone's own, in bytes.
+    pub private_bytes: u64,
+    /// Per device, by name.
+    pub devices: BTreeMap<String, DeviceStats>,
+}
+
+/// Exits to user space, by cause.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct ExitStats {
+    /// Serial console.
+    pub serial: u64,
+    /// Page zeroing and copying by port.
+    pub page_operations: u64,
+    /// Other ports.
+    pub port: u64,
+    /// Device registers.
+    pub mmio: u64,
+    /// Instructions the KVM back end handed back and the VMM completed.
+    pub completed_instructions: u64,
+    /// Kicks from the VMM's own threads.
+    pub interrupted: u64,
+    /// Anything else.
+    pub other: u64,
+}
+
+/// From `KVM_GET_STATS_FD`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct KvmStats {
+    /// All exits.
+    pub exits: u64,
+    /// Instructions that KVM emulated.
+    pub emulated_instructions: u64,
+    /// Times the guest halted.
+    pub halt_exits: u64,
+    /// Interrupts injected.
+    pub irq_injections: u64,
+}
+
+/// Counters of one device, by name.
+pub type DeviceStats = BTreeMap<String, u64>;
+
+/// Reply on the wire.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reply<T> {
+    /// Done.
+    Ok(T),
+    /// Not done.
+    Error(ErrorReply),
+}
+
+/// What failed, on what, and what to do.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrorReply {
+    /// The step that failed, such as `create VM`.
+    pub step: String,
+    /// The whole chain of causes, as one line.
+    pub message: String,
+    /// What the reader can do; may be empty.
+    pub advice: String,
+}

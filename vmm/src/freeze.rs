@@ -1,0 +1,80 @@
+//! From a booted microVM to the files of a template.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::error::{Step, VmmError};
+use crate::microvm::Parts;
+use crate::state::{DeviceRecord, MicrovmState};
+use crate::vcpu::VcpuState;
+use crate::vm::VmStateV1;
+
+/// Name of the state file in a template's directory.
+pub const STATE_FILE: &str = "state";
+/// Name of the RAM image in a template's directory.
+pub const MEMORY_FILE: &str = "memory";
+
+/// How often the guest is looked at while it is not idle yet.
+pub const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+/// After this long a busy guest is frozen all the same: its clones then begin with
+/// what it was doing, which is slower but right.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A guest is idle when its next timer is at least this many TSC ticks away: a
+/// fifth of a second or more on any CPU of the last decade.
+const QUIET_TICKS: u64 = 1_000_000_000;
+
+/// All vCPUs halted, and no timer about to fire.
+#[must_use]
+pub fn is_idle(vcpus: &[VcpuState]) -> bool {
+    vcpus.iter().all(|vcpu| {
+        let quiet = match (vcpu.tsc_deadline(), vcpu.tsc()) {
+            (None, _) => true,
+            (Some(deadline), Some(now)) => deadline.saturating_sub(now) >= QUIET_TICKS,
+            (Some(_), None) => false,
+        };
+        vcpu.is_halted() && quiet
+    })
+}
+
+/// Writes state and RAM of a paused microVM into `directory`.
+///
+/// # Errors
+/// When a part cannot be saved or a file not be written.
+pub fn save(parts: &Parts, vcpus: Vec<VcpuState>, directory: &Path) -> Result<(), VmmError> {
+    let Some(ram) = &parts.build_ram else {
+        return Err(VmmError::new("save a template", "", "this microVM is a clone"));
+    };
+    let mut devices = Vec::with_capacity(parts.kinds.len());
+    let mut kinds = parts.kinds.iter();
+    parts.devices.for_each(|transport| {
+        transport.quiesce();
+        let (version, bytes) = transport.save_device();
+        let kind = kinds.next().expect("one kind per device").clone();
+        devices.push(DeviceRecord { kind, transport: transport.save(), version, bytes });
+    });
+    let state = MicrovmState {
+        backend: parts.backend,
+        ram: ram.size(),
+        cpuid: parts.cpuid.entries().clone(),
+        // After the devices: quiescing may raise interrupts.
+        vm: VmStateV1::save(&parts.vm)?,
+        serial: parts.devices.with_serial(|serial| serial.state()),
+        vcpus,
+        devices,
+    };
+    let advice = "check that the directory exists and that the disk has room";
+    let path = directory.join(MEMORY_FILE);
+    let step = || format!("write RAM image {}", path.display());
+    let file = File::create(&path).step(step, advice)?;
+    ram.save(&file).step(step, advice)?;
+    file.sync_all().step(step, advice)?;
+
+    let path = directory.join(STATE_FILE);
+    let step = || format!("write state file {}", path.display());
+    let mut file = File::create(&path).step(step, advice)?;
+    file.write_all(&state.encode()?).step(step, advice)?;
+    file.sync_all().step(step, advice)
+}

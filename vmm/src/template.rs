@@ -1,0 +1,207 @@
+//! The template process, and the birth of clones by fork.
+//!
+//! ```text
+//!  template: load files ─> wait ──spawn──> fork ─┐
+//!                           ^────────────────────┤
+//!                                                └─> clone: VM, vCPUs, devices, reply,
+//!                                                    event loop, end of process
+//! ```
+//!
+//! The template process has one thread, no KVM VM, and no open connection when it forks
+//! but the one that asked. What a clone would inherit and must not use is closed in it
+//! at once: the template's socket. Nothing else is shared but what is never written: the
+//! sealed RAM image and the files of read-only disks.
+
+use std::io::BufReader;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use kvm_ioctls::Kvm;
+use serde::Serialize;
+use warren_vmm_api::{Reply, SpawnReply, SpawnRequest, SpawnTimings, TemplateStatus, TemplateVerb};
+
+use crate::arch::backend;
+use crate::control::{self, ControlListener, Incoming};
+use crate::error::{Step, VmmError};
+use crate::freeze::{MEMORY_FILE, STATE_FILE};
+use crate::log;
+use crate::machine::{self, DiskFiles};
+use crate::microvm::{Microvm, VMM_LOG};
+use crate::ram::TemplateRam;
+use crate::state::MicrovmState;
+
+/// Longest state file that is read.
+const STATE_BYTES_MAX: u64 = 64 << 20;
+
+/// A frozen microVM, ready to give birth.
+pub struct Template {
+    kvm: Kvm,
+    state: MicrovmState,
+    ram: TemplateRam,
+    disks: DiskFiles,
+    spawned: u64,
+}
+
+impl Template {
+    /// Loads the files of a template.
+    ///
+    /// # Errors
+    /// When a file is missing or damaged, was made on another back end, or memory is
+    /// short.
+    pub fn load(directory: &Path) -> Result<Self, VmmError> {
+        let advice = "build the template again";
+        let path = directory.join(STATE_FILE);
+        let step = || format!("read state file {}", path.display());
+        let length = std::fs::metadata(&path).step(step, advice)?.len();
+        if length > STATE_BYTES_MAX {
+            let problem = format!("{length} bytes are too many");
+            return Err(VmmError::new(step(), advice, problem));
+        }
+        let state = MicrovmState::decode(&std::fs::read(&path).step(step, advice)?)?;
+        let kvm = backend::open()?;
+        let backend = backend::detect(&kvm)?;
+        if backend != state.backend {
+            return Err(VmmError::new(
+                format!("use template {}", directory.display()),
+                "build the template on this host",
+                format!("it was made on {:?} KVM, this host has {backend:?} KVM", state.backend),
+            ));
+        }
+        let path = directory.join(MEMORY_FILE);
+        let ram = TemplateRam::load(&path, state.ram)
+            .step(|| format!("load RAM image {}", path.display()), advice)?;
+        let disks = DiskFiles::open(directory, &state.devices)?;
+        Ok(Self { kvm, state, ram, disks, spawned: 0 })
+    }
+
+    /// Serves `socket` until a client says stop. In a clone it comes back with the
+    /// clone's exit code.
+    ///
+    /// # Errors
+    /// When the socket cannot be made.
+    pub fn serve(mut self, socket: &Path) -> Result<ExitCode, VmmError> {
+        let listener = ControlListener::bind(socket)?;
+        ignore_dead_children().step(|| "ignore the end of clones".to_owned(), "")?;
+        loop {
+            let stream = match listener.accept() {
+                Ok(stream) => stream,
+                Err(error) => {
+                    tracing::warn!(%error, "connection not accepted");
+                    std::thread::sleep(std::time::Duration::from_millis(10));
+                    continue;
+                }
+            };
+            let mut stream = BufReader::with_capacity(4096, stream);
+            match control::read_request(&mut stream) {
+                Incoming::Verb(TemplateVerb::Status) => {
+                    answer(&mut stream, &Reply::Ok(self.status()));
+                }
+                Incoming::Verb(TemplateVerb::Stop) => {
+                    listener.unlink();
+                    answer(&mut stream, &Reply::Ok(self.status()));
+                    return Ok(ExitCode::SUCCESS);
+                }
+                Incoming::Verb(TemplateVerb::Spawn(request)) => {
+                    let asked = Instant::now();
+                    match fork() {
+                        Ok(Side::Template) => self.spawned += 1,
+                        Ok(Side::Clone) => {
+                            drop(listener);
+                            return Ok(self.live(request, stream, asked));
+                        }
+                        Err(error) => {
+                            let advice = "the host may be out of memory or processes";
+                            let error = VmmError::new("fork a clone", advice, error);
+                            answer(&mut stream, &Reply::<()>::Error(error.reply()));
+                        }
+                    }
+                }
+                Incoming::Refused(error) => answer(&mut stream, &Reply::<()>::Error(error)),
+                Incoming::Closed => {}
+            }
+        }
+    }
+
+    fn status(&self) -> TemplateStatus {
+        TemplateStatus {
+            pid: std::process::id(),
+            spawned: self.spawned,
+            vcpus: u8::try_from(self.state.vcpus.len()).expect("at most 32 vCPUs"),
+            memory_bytes: self.state.ram.bytes(),
+            image_bytes: self.ram.image_bytes(),
+        }
+    }
+
+    /// Life of a clone, in its own process.
+    fn live(
+        self,
+        request: SpawnRequest,
+        mut stream: BufReader<UnixStream>,
+        asked: Instant,
+    ) -> ExitCode {
+        let fork_us = microseconds(asked);
+        log::redirect(request.directory.join(VMM_LOG));
+        let (mut microvm, timings) = match self.birth(&request, asked) {
+            Ok(born) => born,
+            Err(error) => {
+                answer(&mut stream, &Reply::<()>::Error(error.reply()));
+                return ExitCode::FAILURE;
+            }
+        };
+        let timings = SpawnTimings { fork_us, total_us: microseconds(asked), ..timings };
+        answer(&mut stream, &Reply::Ok(SpawnReply { pid: std::process::id(), timings }));
+        drop(stream);
+        machine::serve(&mut microvm)
+    }
+
+    fn birth(
+        &self,
+        request: &SpawnRequest,
+        asked: Instant,
+    ) -> Result<(Microvm, SpawnTimings), VmmError> {
+        rustix::process::setsid().step(|| "start a session".to_owned(), "")?;
+        let began = microseconds(asked);
+        let vm = machine::restore_vm(&self.kvm, &self.state, self.ram.memory())?;
+        let vm_us = microseconds(asked) - began;
+        let microvm = machine::restore_devices(vm, &self.state, &self.ram, &self.disks, request)?;
+        let devices_us = microseconds(asked) - began - vm_us;
+        Ok((microvm, SpawnTimings { vm_us, devices_us, ..Default::default() }))
+    }
+}
+
+/// Which process came back from [`fork`].
+enum Side {
+    Template,
+    Clone,
+}
+
+fn fork() -> std::io::Result<Side> {
+    // SAFETY: this process has one thread, so no lock is held by another one and the
+    // child may go on using the allocator.
+    match unsafe { libc::fork() } {
+        -1 => Err(std::io::Error::last_os_error()),
+        0 => Ok(Side::Clone),
+        _ => Ok(Side::Template),
+    }
+}
+
+/// Clones are reaped by the kernel; the node watches them by pidfd.
+fn ignore_dead_children() -> std::io::Result<()> {
+    // SAFETY: ignoring a signal installs no handler.
+    match unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) } {
+        libc::SIG_ERR => Err(std::io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+fn answer<T: Serialize>(stream: &mut BufReader<UnixStream>, reply: &Reply<T>) {
+    if let Err(error) = control::write_reply(stream, reply) {
+        tracing::debug!(%error, "client gone before its reply");
+    }
+}
+
+fn microseconds(since: Instant) -> u64 {
+    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
+}
