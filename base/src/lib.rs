@@ -1,1 +1,4 @@
-//! Placeholder while the workspace is laid out.
+//! Ids, units and audited system calls. No policy.
+
+pub mod guest;
+pub mod spawn;

@@ -121,7 +121,7 @@ impl Watch {
         for event in &events[..ready] {
             let (flags, data) = (event.flags, event.data);
             let readiness = Readiness {
-                readable: flags.intersects(EventFlags::IN | EventFlags::RDHUP),
+                readable: flags.contains(EventFlags::IN),
                 writable: flags.contains(EventFlags::OUT),
                 closed: flags.intersects(EventFlags::HUP | EventFlags::ERR),
             };
@@ -164,9 +164,9 @@ impl EventRegistry for DeviceWatch {
 
 fn flags(interest: Interest) -> EventFlags {
     match interest {
-        Interest::Readable => EventFlags::IN | EventFlags::RDHUP,
+        Interest::Readable => EventFlags::IN,
         Interest::Writable => EventFlags::OUT,
-        Interest::Both => EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP,
+        Interest::Both => EventFlags::IN | EventFlags::OUT,
         Interest::Nothing => EventFlags::empty(),
     }
 }

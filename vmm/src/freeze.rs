@@ -5,6 +5,8 @@ use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
+use warren_virtio::transport::MmioTransport;
+
 use crate::error::{Step, VmmError};
 use crate::microvm::Parts;
 use crate::state::{DeviceRecord, MicrovmState};
@@ -47,10 +49,10 @@ pub fn save(parts: &Parts, vcpus: Vec<VcpuState>, directory: &Path) -> Result<()
     let Some(ram) = &parts.build_ram else {
         return Err(VmmError::new("save a template", "", "this microVM is a clone"));
     };
+    parts.devices.for_each(MmioTransport::quiesce);
     let mut devices = Vec::with_capacity(parts.kinds.len());
     let mut kinds = parts.kinds.iter();
     parts.devices.for_each(|transport| {
-        transport.quiesce();
         let (version, bytes) = transport.save_device();
         let kind = kinds.next().expect("one kind per device").clone();
         devices.push(DeviceRecord { kind, transport: transport.save(), version, bytes });

@@ -23,6 +23,7 @@ mod layout;
 pub mod log;
 pub mod machine;
 mod microvm;
+pub mod process;
 pub mod ram;
 mod reclaim;
 mod state;

@@ -14,7 +14,7 @@ use warren_virtio::block::{
     BlockConfig, BlockDevice, DiskConfig, FlushPolicy, ImageAccess, ImageFile,
 };
 use warren_virtio::console::{ConsoleDevice, ConsoleLog};
-use warren_virtio::net::{NetConfig, NetDevice};
+use warren_virtio::net::{NetConfig, NetDevice, TapSource};
 use warren_virtio::rng::RngDevice;
 use warren_virtio::transport::{MmioTransport, TransportState};
 use warren_virtio::vsock::{VsockConfig, VsockDevice};
@@ -36,8 +36,6 @@ use crate::stats::KvmCounters;
 use crate::vcpu::{GuestEnd, MsrIndices, RunContext};
 use crate::vm;
 
-/// Context identifier of every guest: each has its own host side.
-const GUEST_CID: u64 = 3;
 /// Name of virtio-console's log in a microVM's directory.
 const VIRTIO_CONSOLE_LOG: &str = "hvc0.log";
 /// Most bytes of that log.
@@ -281,11 +279,11 @@ fn block_config(id: &str, disk: DiskConfig, flush: FlushPolicy) -> BlockConfig {
 }
 
 fn vsock_config(directory: &Path) -> VsockConfig {
-    VsockConfig { guest_cid: GUEST_CID, path: directory.join(VSOCK_SOCKET) }
+    VsockConfig::new(directory.join(VSOCK_SOCKET))
 }
 
 fn net_config(tap: &str, mac: [u8; 6]) -> NetConfig {
-    NetConfig { tap: tap.to_owned(), mac }
+    NetConfig { name: "net".to_owned(), tap: TapSource::Name(tap.to_owned()), mac, mtu: None }
 }
 
 fn virtio_console_log(directory: &Path) -> Box<ConsoleLog> {

@@ -5,7 +5,7 @@ use std::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use warren_vmm::{Template, VmmError, log, machine};
+use warren_vmm::{Template, VmmError, log, machine, process};
 
 const USAGE: &str = "usage: warren-vmm boot --config FILE
        warren-vmm template --directory DIRECTORY --socket SOCKET
@@ -23,6 +23,7 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     };
     log::start();
+    process::prepare();
     let result = match command {
         Command::Boot { config } => machine::boot(&config),
         Command::Template { directory, socket } => {

@@ -157,7 +157,13 @@ impl Microvm {
     fn obey(&mut self, client: u32, verb: VmVerb) {
         let done = match verb {
             VmVerb::Status => Ok(()),
-            VmVerb::Stats => return self.control.reply(client, &Reply::Ok(self.stats())),
+            VmVerb::Stats => {
+                let reply = match self.open_kvm_stats() {
+                    Ok(()) => Reply::Ok(self.stats()),
+                    Err(error) => Reply::Error(error.reply()),
+                };
+                return self.control.reply(client, &reply);
+            }
             VmVerb::Pause => self.pause(),
             VmVerb::Resume => self.resume(),
             VmVerb::Stop => {
@@ -195,6 +201,16 @@ impl Microvm {
             vcpus: u8::try_from(self.vcpus.len()).expect("at most 32 vCPUs"),
             memory_bytes: self.parts.memory_bytes,
         }
+    }
+
+    fn open_kvm_stats(&mut self) -> Result<(), VmmError> {
+        if self.parts.kvm_stats.is_open() {
+            return Ok(());
+        }
+        let was = self.state;
+        self.pause()?;
+        self.parts.kvm_stats.open();
+        if was == VmState::Running { self.resume() } else { Ok(()) }
     }
 
     fn stats(&self) -> VmStats {

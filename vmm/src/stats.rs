@@ -21,33 +21,48 @@ const DESCRIPTORS_MAX: u32 = 512;
 /// Longest name that is read.
 const NAME_BYTES_MAX: u32 = 256;
 
-/// Handles by which KVM's statistics of the vCPUs can be read. The statistics files are
-/// opened when they are first asked for.
+/// KVM's statistics of the vCPUs.
 #[derive(Debug)]
 pub struct KvmCounters {
     vcpus: Vec<libc::c_int>,
+    files: Option<Vec<File>>,
 }
 
 impl KvmCounters {
     /// For these vCPUs, whose descriptors stay open for the life of the process.
     #[must_use]
     pub fn of(vcpus: &[VcpuFd]) -> Self {
-        Self { vcpus: vcpus.iter().map(AsRawFd::as_raw_fd).collect() }
+        Self { vcpus: vcpus.iter().map(AsRawFd::as_raw_fd).collect(), files: None }
+    }
+
+    /// Whether [`KvmCounters::open`] was called.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.files.is_some()
+    }
+
+    /// Opens the statistics; the vCPUs must be paused, since KVM locks a vCPU for it as
+    /// it does for running it.
+    pub fn open(&mut self) {
+        let mut files = Vec::with_capacity(self.vcpus.len());
+        for vcpu in &self.vcpus {
+            // SAFETY: the request takes no argument and gives a new descriptor or -1.
+            let fd = unsafe { libc::ioctl(*vcpu, KVM_GET_STATS_FD) };
+            if fd >= 0 {
+                // SAFETY: the descriptor was just made for us and nobody else has it.
+                files.push(unsafe { File::from_raw_fd(fd) });
+            }
+        }
+        self.files = Some(files);
     }
 
     /// Sums over the vCPUs; `None` where the kernel has no such statistics.
     #[must_use]
     pub fn read(&self) -> Option<KvmStats> {
+        let files = self.files.as_ref().filter(|files| files.len() == self.vcpus.len())?;
         let mut total = KvmStats::default();
-        for vcpu in &self.vcpus {
-            // SAFETY: the request takes no argument and gives a new descriptor or -1.
-            let fd = unsafe { libc::ioctl(*vcpu, KVM_GET_STATS_FD) };
-            if fd < 0 {
-                return None;
-            }
-            // SAFETY: the descriptor was just made for us and nobody else has it.
-            let file = unsafe { File::from_raw_fd(fd) };
-            add(&file, &mut total).ok()?;
+        for file in files {
+            add(file, &mut total).ok()?;
         }
         Some(total)
     }

@@ -4,6 +4,7 @@
 //! registers, the queues and the interrupt. All calls into one device are
 //! serialised by the lock around its [`crate::transport::MmioTransport`].
 
+use std::any::Any;
 use std::os::fd::BorrowedFd;
 
 use virtio_queue::Queue;
@@ -73,11 +74,24 @@ pub struct Outcome {
     pub config_changed: bool,
     /// The guest broke the protocol beyond repair: set DEVICE_NEEDS_RESET.
     pub failed: bool,
+    /// The device stopped at its work bound with work left: the transport has
+    /// the event loop call it again, after others had their turn.
+    pub unfinished: bool,
+}
+
+impl Outcome {
+    /// Adds what another part of the same call found.
+    pub fn merge(&mut self, other: Outcome) {
+        self.used_buffers |= other.used_buffers;
+        self.config_changed |= other.config_changed;
+        self.failed |= other.failed;
+        self.unfinished |= other.unfinished;
+    }
 }
 
 /// A device behind a transport. Every byte it reads from the guest is hostile:
 /// no call may panic, loop without bound or touch memory outside guest RAM.
-pub trait VirtioDevice: Send {
+pub trait VirtioDevice: Any + Send {
     /// Device type number (virtio 1.2, section 5).
     fn device_type(&self) -> u32;
 
@@ -102,6 +116,14 @@ pub trait VirtioDevice: Send {
     /// The driver set DRIVER_OK with `features` acknowledged.
     fn activate(&mut self, features: u64, context: &mut DeviceContext<'_>) -> Outcome;
 
+    /// The transport was restored with a driver that had set DRIVER_OK: take up
+    /// work where the saved device left it. Must stay cheap; the guest may never
+    /// use the device again.
+    fn resume(&mut self, features: u64, context: &mut DeviceContext<'_>) -> Outcome {
+        let _ = (features, context);
+        Outcome::default()
+    }
+
     /// The driver wrote 0 to the status register: forget everything.
     fn reset(&mut self, events: &dyn EventRegistry);
 
@@ -119,8 +141,10 @@ pub trait VirtioDevice: Send {
         Outcome::default()
     }
 
-    /// Brings in-flight work to an end before state is saved; the vCPUs are
-    /// stopped. Afterwards [`VirtioDevice::save`] is called.
+    /// Brings in-flight work to an end and lets go of what must not be inherited
+    /// by a forked process; the vCPUs are stopped, and every ready queue was
+    /// notified before. Afterwards [`VirtioDevice::save`] is called, and then
+    /// either the process forks or the device runs on.
     fn quiesce(&mut self, context: &mut DeviceContext<'_>) -> Outcome {
         let _ = context;
         Outcome::default()
@@ -129,4 +153,17 @@ pub trait VirtioDevice: Send {
     /// The device's own state, versioned by the device: `(version, bytes)`.
     /// Bytes come back to the device's own restore constructor, hostile.
     fn save(&self) -> (u16, Vec<u8>);
+
+    /// Counters of this device, by name.
+    fn metrics(&self) -> Vec<(&'static str, u64)>;
+}
+
+/// Serves a read of a configuration space held as bytes; what lies beyond its end
+/// reads as zero.
+pub fn copy_config(space: &[u8], offset: u64, data: &mut [u8]) {
+    data.fill(0);
+    let rest = usize::try_from(offset).ok().and_then(|offset| space.get(offset..));
+    for (to, from) in data.iter_mut().zip(rest.unwrap_or_default()) {
+        *to = *from;
+    }
 }

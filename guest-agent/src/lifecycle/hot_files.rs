@@ -1,0 +1,184 @@
+//! Files that sandboxes read first, read whole so that the page cache of every
+//! clone has them, in large pieces.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Part of the memory that the files may take.
+const MEMORY_PERCENT: u64 = 35;
+
+/// A larger file is rarely read as a whole by those who use it.
+const FILE_BYTES_MAX: u64 = 24 << 20;
+
+/// Bytes read at once.
+const READ_BYTES: usize = 1 << 20;
+
+/// Programs and what every program maps, first.
+const FIRST: [&str; 14] = [
+    "/usr/bin/bash",
+    "/usr/bin/dash",
+    "/usr/bin/sh",
+    "/usr/bin/env",
+    "/usr/bin/cat",
+    "/usr/bin/ls",
+    "/usr/bin/true",
+    "/usr/bin/python3",
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/profile",
+    "/etc/bash.bashrc",
+    "/etc/nsswitch.conf",
+    "/etc/ld.so.cache",
+];
+
+/// Directories, the most wanted first.
+const DIRECTORIES: [&str; 5] = [
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/python3*",
+    "/usr/local/lib/python3*",
+    "/usr/bin",
+    "/usr/lib/git-core",
+];
+
+/// Parts of Python's library that sandboxes do not run.
+const COLD_DIRECTORIES: [&str; 8] =
+    ["test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "gconv", "pydoc_data"];
+
+/// What was read.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Amount {
+    /// Files.
+    pub files: u64,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+/// Bytes that may be read.
+pub fn budget() -> u64 {
+    let info = rustix::system::sysinfo();
+    info.totalram.saturating_mul(info.mem_unit.into()) / 100 * MEMORY_PERCENT
+}
+
+/// Reads hot files up to `limit` bytes; `pause` is called between files.
+pub async fn read(limit: u64, mut pause: impl AsyncFnMut(Amount)) -> Amount {
+    let mut reader = Reader {
+        limit,
+        read: Amount::default(),
+        seen: HashSet::new(),
+        buffer: vec![0; READ_BYTES],
+    };
+    for path in FIRST {
+        // The real file, whatever leads there.
+        if let Ok(path) = std::fs::canonicalize(path) {
+            reader.read_file(&path);
+        }
+    }
+    for pattern in DIRECTORIES {
+        for root in expand(pattern) {
+            let mut stack = vec![root];
+            while let Some(directory) = stack.pop() {
+                for path in sorted_children(&directory) {
+                    let Ok(meta) = std::fs::symlink_metadata(&path) else { continue };
+                    if meta.is_dir() && !is_cold(&path) {
+                        stack.push(path);
+                    } else if meta.is_file() && is_wanted(&path) {
+                        reader.read_file(&path);
+                        pause(reader.read).await;
+                    }
+                    if reader.read.bytes >= limit {
+                        return reader.read;
+                    }
+                }
+            }
+        }
+    }
+    reader.read
+}
+
+struct Reader {
+    limit: u64,
+    read: Amount,
+    seen: HashSet<(u64, u64)>,
+    buffer: Vec<u8>,
+}
+
+impl Reader {
+    fn read_file(&mut self, path: &Path) {
+        let Ok(mut file) = File::open(path) else { return };
+        let Ok(meta) = file.metadata() else { return };
+        let fits = meta.len() <= FILE_BYTES_MAX && self.read.bytes + meta.len() <= self.limit;
+        if !meta.is_file() || !fits || !self.seen.insert((meta.dev(), meta.ino())) {
+            return;
+        }
+        while let Ok(count) = file.read(&mut self.buffer) {
+            if count == 0 {
+                break;
+            }
+            self.read.bytes += u64::try_from(count).expect("a read is small");
+        }
+        self.read.files += 1;
+    }
+}
+
+/// Directories that match a name with `*` at its end.
+fn expand(pattern: &str) -> Vec<PathBuf> {
+    let Some(prefix) = pattern.strip_suffix('*') else { return vec![pattern.into()] };
+    let (parent, start) = prefix.rsplit_once('/').unwrap_or(("", prefix));
+    let mut found = sorted_children(Path::new(parent));
+    found.retain(|path| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(start))
+    });
+    found
+}
+
+fn sorted_children(directory: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut children: Vec<_> = entries.map(|entry| entry.path()).collect();
+    children.sort();
+    children
+}
+
+fn is_cold(path: &Path) -> bool {
+    path.file_name()
+        .and_then(|name| name.to_str())
+        .is_some_and(|name| COLD_DIRECTORIES.contains(&name) || name.starts_with("config-"))
+}
+
+/// Python reads a source only when its compiled form is missing; static
+/// libraries and headers are for compilers.
+fn is_wanted(path: &Path) -> bool {
+    match path.extension().and_then(|extension| extension.to_str()) {
+        Some("py") => !path.parent().is_some_and(|parent| parent.join("__pycache__").is_dir()),
+        Some("a" | "o" | "h" | "la" | "txt" | "rst") => false,
+        _ => true,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_wanted_sources_only_without_compiled_form() {
+        let place = tempfile::tempdir().unwrap();
+        let source = place.path().join("x.py");
+        assert!(is_wanted(&source));
+        std::fs::create_dir(place.path().join("__pycache__")).unwrap();
+        assert!(!is_wanted(&source));
+        assert!(is_wanted(&place.path().join("__pycache__/x.pyc")));
+        assert!(!is_wanted(Path::new("/usr/lib/x.a")));
+    }
+
+    #[test]
+    fn expand_star_matches_the_start_of_a_name() {
+        let place = tempfile::tempdir().unwrap();
+        for name in ["python3", "python3.11", "perl"] {
+            std::fs::create_dir(place.path().join(name)).unwrap();
+        }
+        let pattern = format!("{}/python3*", place.path().display());
+        assert_eq!(expand(&pattern).len(), 2);
+    }
+}

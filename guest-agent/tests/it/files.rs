@@ -1,0 +1,179 @@
+use std::io::{Read, Write};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD_NO_PAD;
+use serde_json::json;
+use sha2::{Digest, Sha256};
+
+use crate::support::{Agent, Reply, user_header, user_name};
+
+fn upload(agent: &Agent, path: &str, headers: &[&str], body: &[u8]) -> Reply {
+    let user = user_header();
+    let mut all = vec!["content-type: application/octet-stream", &user];
+    all.extend(headers);
+    agent.request("POST", &format!("/files?path={path}"), &all, body)
+}
+
+fn download(agent: &Agent, path: &str, headers: &[&str]) -> Reply {
+    agent.request("GET", &format!("/files?path={path}&username={}", user_name()), headers, b"")
+}
+
+#[test]
+fn upload_large_file_arrives_whole() {
+    let agent = Agent::start();
+    let path = agent.path("deep/er/file");
+    let content: Vec<u8> = (0..50_000_000_u32).map(|n| n.to_le_bytes()[usize::from(n % 3 == 0)]).collect();
+    let reply = upload(&agent, &path, &[], &content);
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    assert_eq!(reply.json(), json!([{"path": path, "name": "file", "type": "file"}]));
+    assert!(download(&agent, &path, &[]).body == content);
+    let status = std::fs::read_to_string(format!("/proc/{}/status", agent.pid())).unwrap();
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    let kib: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
+    assert!(kib < 20 * 1024, "the agent took {kib} KiB for it");
+}
+
+#[test]
+fn upload_form_with_several_files() {
+    let agent = Agent::start();
+    let (first, second) = (agent.path("a"), agent.path("b \"q\""));
+    let mut body = Vec::new();
+    for (path, text) in [(&first, "1"), (&second, "two")] {
+        let escaped = path.replace('"', "%22");
+        body.extend_from_slice(
+            format!(
+                "--XX\r\nContent-Disposition: form-data; name=\"file\"; filename=\"{escaped}\"\r\n\r\n{text}\r\n"
+            )
+            .as_bytes(),
+        );
+    }
+    body.extend_from_slice(b"--XX--\r\n");
+    let user = user_header();
+    let headers = ["content-type: multipart/form-data; boundary=XX", &user];
+    let reply = agent.request("POST", "/files", &headers, &body);
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    assert_eq!(std::fs::read_to_string(first).unwrap(), "1");
+    assert_eq!(std::fs::read_to_string(second).unwrap(), "two");
+    let cut = agent.request("POST", "/files", &headers, &body[..body.len() - 6]);
+    assert_eq!(cut.status, 400);
+}
+
+#[test]
+fn gzip_in_both_directions() {
+    let agent = Agent::start();
+    let path = agent.path("z");
+    let content = "warren ".repeat(100_000).into_bytes();
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    encoder.write_all(&content).unwrap();
+    let packed = encoder.finish().unwrap();
+    assert_eq!(upload(&agent, &path, &["content-encoding: gzip"], &packed).status, 200);
+    assert!(std::fs::read(&path).unwrap() == content);
+    let broken = upload(&agent, &path, &["content-encoding: gzip"], &packed[..packed.len() / 2]);
+    assert_eq!(broken.status, 400);
+    std::fs::write(&path, &content).unwrap();
+    let reply = download(&agent, &path, &["accept-encoding: gzip"]);
+    assert_eq!(reply.header("content-encoding"), Some("gzip"));
+    assert!(reply.body.len() < content.len() / 10);
+    let mut plain = Vec::new();
+    flate2::read::GzDecoder::new(&reply.body[..]).read_to_end(&mut plain).unwrap();
+    assert!(plain == content);
+    let refused = download(&agent, &path, &["accept-encoding: br, identity;q=0"]);
+    assert_eq!(refused.status, 406);
+}
+
+#[test]
+fn download_range_and_proc_files() {
+    let agent = Agent::start();
+    let path = agent.path("r");
+    std::fs::write(&path, "0123456789").unwrap();
+    let part = download(&agent, &path, &["range: bytes=2-4"]);
+    assert_eq!((part.status, part.text().as_str()), (206, "234"));
+    assert_eq!(part.header("content-range"), Some("bytes 2-4/10"));
+    assert_eq!(download(&agent, &path, &["range: bytes=10-"]).status, 416);
+    assert!(download(&agent, "/proc/version", &[]).text().starts_with("Linux"));
+}
+
+#[test]
+fn mistakes_are_told() {
+    let agent = Agent::start();
+    let place = agent.path("");
+    let missing = download(&agent, "/no/such", &[]);
+    assert_eq!(missing.status, 404);
+    assert_eq!(missing.json()["message"], "path '/no/such' does not exist");
+    assert_eq!(download(&agent, &place, &[]).status, 400);
+    assert_eq!(upload(&agent, &place, &[], b"x").status, 400);
+    assert_eq!(download(&agent, "/tmp/%00", &[]).status, 400);
+    assert_eq!(download(&agent, "%ff", &[]).status, 400);
+    let fifo = agent.path("fifo");
+    rustix::fs::mkfifoat(rustix::fs::CWD, &fifo, rustix::fs::Mode::RWXU).unwrap();
+    assert_eq!(download(&agent, &fifo, &[]).status, 400);
+    let reply = agent.request("GET", "/files?path=/etc/passwd&username=nobody-at-all", &[], b"");
+    assert_eq!(reply.status, 401);
+    let user = user_header();
+    let headers = ["content-type: text/plain", &user];
+    assert_eq!(agent.request("POST", "/files?path=/tmp/x", &headers, b"x").status, 400);
+}
+
+#[test]
+fn disk_full_is_507() {
+    let agent = Agent::start();
+    if std::fs::metadata("/dev/full").is_err() {
+        return;
+    }
+    // A device is no regular file, so a full disk needs a mount of its own.
+    let place = agent.path("small");
+    std::fs::create_dir(&place).unwrap();
+    let options = Some(c"size=1m");
+    let flags = rustix::mount::MountFlags::empty();
+    if rustix::mount::mount("tmpfs", place.as_str(), "tmpfs", flags, options).is_err() {
+        eprintln!("skipped: a mount needs privileges");
+        return;
+    }
+    let reply = upload(&agent, &format!("{place}/big"), &[], &vec![7; 4 << 20]);
+    rustix::mount::unmount(place.as_str(), rustix::mount::UnmountFlags::DETACH).unwrap();
+    assert_eq!(reply.status, 507, "{}", reply.text());
+}
+
+#[test]
+fn signatures_open_what_they_are_for() {
+    let agent = Agent::start();
+    let path = agent.path("s");
+    std::fs::write(&path, "secret").unwrap();
+    let init = json!({"accessToken": "tok"}).to_string();
+    assert_eq!(agent.request("POST", "/init", &[], init.as_bytes()).status, 204);
+    let sign = |operation: &str, end: &str| {
+        let text = format!("{path}:{operation}:{}:tok{end}", user_name());
+        let hash = STANDARD_NO_PAD.encode(Sha256::digest(text)).replace('+', "%2B");
+        format!("/files?path={path}&username={}&signature=v1_{hash}", user_name())
+    };
+    assert_eq!(agent.request("GET", &sign("read", ""), &[], b"").text(), "secret");
+    assert_eq!(agent.request("GET", &sign("write", ""), &[], b"").status, 401);
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
+    let link = format!("{}&signature_expiration={}", sign("read", &format!(":{}", now + 60)), now + 60);
+    assert_eq!(agent.request("GET", &link, &[], b"").status, 200);
+    let link = format!("{}&signature_expiration=5", sign("read", ":5"));
+    let expired = agent.request("GET", &link, &[], b"");
+    assert_eq!(expired.status, 401);
+    assert_eq!(expired.text(), r#"{"code":401,"message":"signature is already expired"}"#);
+    assert_eq!(download(&agent, &path, &[]).status, 401);
+    assert_eq!(download(&agent, &path, &["x-access-token: tok"]).status, 200);
+    assert_eq!(download(&agent, &path, &["x-access-token: no"]).status, 401);
+}
+
+#[test]
+fn compose_joins_and_removes() {
+    let agent = Agent::start();
+    let (first, second, whole) = (agent.path("1"), agent.path("2"), agent.path("d/whole"));
+    std::fs::write(&first, "one ").unwrap();
+    std::fs::write(&second, "two").unwrap();
+    let message = json!({
+        "source_paths": [first, second], "destination": whole, "username": user_name(),
+    });
+    let reply = agent.request("POST", "/files/compose", &[], message.to_string().as_bytes());
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    assert_eq!(std::fs::read_to_string(whole).unwrap(), "one two");
+    assert!(!std::path::Path::new(&first).exists());
+    let reply = agent.request("POST", "/files/compose", &[], message.to_string().as_bytes());
+    assert_eq!(reply.status, 404);
+}

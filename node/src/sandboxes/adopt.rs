@@ -1,0 +1,96 @@
+//! Finding sandboxes again after a start.
+//!
+//! | record | process | then |
+//! |---|---|---|
+//! | yes | yes | adopted; ends at once if its time is over |
+//! | yes | no | removed: it ended while no daemon ran |
+//! | no | yes | stopped: its create was never answered, or its kill had begun |
+//! | no | no, but files | files removed |
+
+use std::sync::Arc;
+
+use futures_util::StreamExt;
+use futures_util::stream;
+
+use super::sandbox::Live;
+use super::{Phase, Sandbox, Sandboxes};
+use crate::agent::Channels;
+use crate::error::chain;
+use crate::ids::{SandboxId, TemplateName};
+use crate::kinds::{Kind, KindError};
+use crate::store::{Change, SandboxRecord};
+
+/// Sandboxes looked at at once.
+const AT_ONCE: usize = 64;
+
+/// Why the host could not be brought into a known state.
+#[derive(Debug, thiserror::Error)]
+#[error("find what runs on this node")]
+pub struct AdoptError(#[from] KindError);
+
+impl Sandboxes {
+    /// Compares records with the host and makes both agree.
+    pub async fn adopt(
+        &self,
+        records: Vec<SandboxRecord>,
+        templates: Vec<TemplateName>,
+    ) -> Result<(), AdoptError> {
+        let recorded: Vec<SandboxId> = records.iter().map(|record| record.id.clone()).collect();
+        for kind in self.0.kinds.values() {
+            kind.settle(templates.clone()).await?;
+        }
+        stream::iter(records)
+            .for_each_concurrent(AT_ONCE, |record| self.adopt_one(record))
+            .await;
+        for kind in self.0.kinds.values() {
+            let strays = kind.strays(recorded.clone()).await?;
+            stream::iter(strays)
+                .for_each_concurrent(AT_ONCE, |id| clean_stray(kind.as_ref(), id))
+                .await;
+        }
+        Ok(())
+    }
+
+    async fn adopt_one(&self, record: SandboxRecord) {
+        let id = record.id.clone();
+        let Some(kind) = self.kind(record.kind) else {
+            tracing::error!(sandbox_id = %id, kind = %record.kind, "kind is not available here");
+            return;
+        };
+        match kind.adopt(id.clone()).await {
+            Ok(Some(instance)) => {
+                let end_at = record.end_at;
+                let sandbox = Arc::new(Sandbox::new(record, Phase::Running));
+                let channels = Channels::new(
+                    Arc::clone(&instance),
+                    sandbox.over().clone(),
+                    self.0.background.clone(),
+                );
+                sandbox.set_live(Live { instance, channels });
+                self.insert(&sandbox);
+                self.0.deadlines.set(&id, None, end_at);
+                self.watch(&sandbox);
+                self.0.metrics.adopted();
+                tracing::info!(sandbox_id = %id, %end_at, "sandbox adopted");
+            }
+            Ok(None) => {
+                tracing::warn!(sandbox_id = %id, "sandbox ended while no daemon ran");
+                clean_stray(kind.as_ref(), id.clone()).await;
+                if let Err(error) = self.commit(vec![Change::RemoveSandbox(id.clone())]).await {
+                    tracing::warn!(sandbox_id = %id, %error, "record not removed");
+                }
+            }
+            // Neither lost nor killed: the next start tries again.
+            Err(error) => {
+                tracing::error!(sandbox_id = %id, error = %chain(&error), "sandbox not adopted");
+            }
+        }
+    }
+}
+
+async fn clean_stray(kind: &dyn Kind, id: SandboxId) {
+    tracing::info!(sandbox_id = %id, "removing what is left of a sandbox");
+    if let Err(error) = super::end::remove(kind, &id, None).await {
+        tracing::error!(sandbox_id = %id, error = %chain(&error), "something is left");
+    }
+}

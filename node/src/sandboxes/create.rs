@@ -1,0 +1,355 @@
+//! creating → running.
+//!
+//! ```text
+//! admission ▶ kind: create ▶ agent: /init ▶ store: one record ▶ running
+//! ```
+//!
+//! The work is a task of its own that runs to its end even if the client leaves. What
+//! was made by a step that failed is removed again before the error is returned.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+use jiff::Timestamp;
+use tokio::sync::{SemaphorePermit, oneshot};
+
+use super::sandbox::Live;
+use super::{Sandbox, Sandboxes, deadline};
+use crate::admission::AdmissionError;
+use crate::agent::{self, AgentError, Channels, Identity, InitRequest};
+use crate::idempotency::Ticket;
+use crate::ids::SandboxId;
+use crate::kinds::{Birth, Instance, Kind, KindError};
+use crate::lifecycle::{EndCause, Event};
+use crate::metrics::CreateOutcome;
+use crate::random;
+use crate::store::{Change, SandboxRecord, StoreError, TemplateRecord};
+
+const DEFAULT_USER: &str = "user";
+const DEFAULT_WORKDIR: &str = "/home/user";
+/// How long a create waits for its turn.
+const TURN_LIMIT: Duration = Duration::from_secs(60);
+/// Bytes of an access token, shown in hexadecimal.
+const TOKEN_BYTES: usize = 32;
+
+/// What is asked for, checked.
+#[derive(Debug)]
+pub struct CreateRequest {
+    pub template: Arc<TemplateRecord>,
+    pub alias: Option<String>,
+    pub key_id: String,
+    pub timeout: Duration,
+    pub metadata: BTreeMap<String, String>,
+    pub environment: BTreeMap<String, String>,
+    pub allow_internet_access: Option<bool>,
+    pub network: Option<serde_json::Value>,
+    pub traffic: Traffic,
+    /// Remembers the outcome under the client's idempotency key.
+    pub ticket: Option<Ticket>,
+}
+
+/// Who may reach ports that are not the agent's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Traffic {
+    Public,
+    /// Only with a token.
+    WithToken,
+}
+
+/// Why there is no sandbox. Nothing of it is left, unless `cleanup` says so.
+#[derive(Debug, thiserror::Error)]
+pub enum CreateError {
+    #[error(transparent)]
+    Admission(#[from] AdmissionError),
+    #[error("make a sandbox of template {template}")]
+    Birth {
+        template: String,
+        #[source]
+        source: KindError,
+        cleanup: Option<KindError>,
+    },
+    #[error("tell the sandbox who it is")]
+    Init {
+        #[source]
+        source: AgentError,
+        console: String,
+        cleanup: Option<KindError>,
+    },
+    #[error("store the sandbox")]
+    Store {
+        #[source]
+        source: StoreError,
+        cleanup: Option<KindError>,
+    },
+    #[error("the sandbox ended while it was being made")]
+    Ended { cleanup: Option<KindError> },
+    #[error("the node is stopping")]
+    Stopping,
+}
+
+impl Sandboxes {
+    /// Makes a sandbox; it serves when this returns.
+    ///
+    /// # Errors
+    /// See [`CreateError`].
+    pub async fn create(&self, request: CreateRequest) -> Result<Arc<Sandbox>, CreateError> {
+        let begin = Instant::now();
+        let id = SandboxId::random(&self.0.node_id);
+        let CreateRequest { template, ticket, timeout, .. } = &request;
+        let keeps_without_client = ticket.is_some();
+        let timeout = *timeout;
+        let template = Arc::clone(template);
+        let sandbox = match self.reserve(record(id, &request)) {
+            Ok(sandbox) => sandbox,
+            Err(error) => {
+                self.0.metrics.create(CreateOutcome::Refused, begin.elapsed());
+                return Err(error.into());
+            }
+        };
+        let (done, outcome) = oneshot::channel();
+        let this = self.clone();
+        self.0.work.spawn(async move {
+            let outcome = this.make(&sandbox, &template, timeout, request.ticket).await;
+            let counted = match &outcome {
+                Ok(()) => CreateOutcome::Created,
+                Err(error) => {
+                    tracing::error!(sandbox_id = %sandbox.id(), error = %crate::error::chain(error),
+                        "create failed");
+                    CreateOutcome::Failed
+                }
+            };
+            this.0.metrics.create(counted, begin.elapsed());
+            let made = outcome.is_ok();
+            let reply = outcome.map(|()| Arc::clone(&sandbox));
+            // Without an idempotency key nobody could ever learn the id.
+            if done.send(reply).is_err() && made && !keeps_without_client {
+                this.end(&sandbox, EndCause::Abandoned);
+            }
+        });
+        outcome.await.unwrap_or(Err(CreateError::Stopping))
+    }
+
+    async fn make(
+        &self,
+        sandbox: &Arc<Sandbox>,
+        template: &TemplateRecord,
+        timeout: Duration,
+        ticket: Option<Ticket>,
+    ) -> Result<(), CreateError> {
+        let outcome = match self.kind(template.kind) {
+            None => Err(Undone::nothing(Failure::Birth(KindError::Busy(format!(
+                "kind {} is not available on this node",
+                template.kind
+            ))))),
+            Some(kind) => self.bring_up(sandbox, template, timeout, ticket, kind.as_ref()).await,
+        };
+        let undone = match outcome {
+            Ok(()) => return Ok(()),
+            Err(undone) => undone,
+        };
+        let cleanup = self.undo(sandbox, template, &undone).await;
+        self.forget(sandbox);
+        // Refused only if the sandbox is over already, which it cannot be before this.
+        let _ = sandbox.advance(Event::CreateFailed);
+        Err(undone.failure.into_error(template, cleanup))
+    }
+
+    async fn bring_up(
+        &self,
+        sandbox: &Arc<Sandbox>,
+        template: &TemplateRecord,
+        timeout: Duration,
+        ticket: Option<Ticket>,
+        kind: &dyn Kind,
+    ) -> Result<(), Undone> {
+        let birth_place = self.birth_place(sandbox).await.map_err(Undone::nothing)?;
+        let begin = Instant::now();
+        let birth = Birth { id: sandbox.id().clone(), template: template.name.clone() };
+        // Not given up half-way: a birth under way could not be found again.
+        let instance = kind
+            .create(birth)
+            .await
+            .map_err(|error| Undone::files(Failure::Birth(error)))?;
+        let born_ms = begin.elapsed().as_millis();
+        let channels = Channels::new(
+            Arc::clone(&instance),
+            sandbox.over().clone(),
+            self.0.background.clone(),
+        );
+        sandbox.set_live(Live { instance: Arc::clone(&instance), channels: channels.clone() });
+        let born = |failure| Undone { failure, instance: Some(Arc::clone(&instance)), files: true };
+
+        tokio::select! {
+            biased;
+            () = sandbox.ending() => return Err(born(Failure::Ended)),
+            () = instance.ended() => {
+                let console = console_tail(instance.as_ref()).await;
+                let source = AgentError::Connect(std::io::ErrorKind::ConnectionReset.into());
+                return Err(born(Failure::Init(source, console)));
+            }
+            outcome = introduce(sandbox, &channels) => if let Err(error) = outcome {
+                let console = console_tail(instance.as_ref()).await;
+                return Err(born(Failure::Init(error, console)));
+            },
+        }
+
+        drop(birth_place);
+        let introduced_ms = begin.elapsed().as_millis();
+
+        let started_at = Timestamp::now();
+        let end_at = deadline(started_at, timeout);
+        sandbox.set_times(started_at, end_at);
+        let record = sandbox.record();
+        let mut batch = Vec::new();
+        if let Some(ticket) = &ticket {
+            batch.extend(ticket.changes(&record));
+        }
+        batch.push(Change::PutSandbox(Box::new(record.clone())));
+        let _saving = sandbox.saving.lock().await;
+        self.commit(batch).await.map_err(|error| born(Failure::Store(error)))?;
+        sandbox.advance(Event::Born).map_err(|_| born(Failure::Ended))?;
+        self.0.deadlines.set(sandbox.id(), None, end_at);
+        self.watch(sandbox);
+        if let Some(ticket) = ticket {
+            ticket.complete(record);
+        }
+        tracing::info!(sandbox_id = %sandbox.id(), template = %template.name, %end_at, born_ms,
+            introduced_ms, stored_ms = begin.elapsed().as_millis(), "sandbox runs");
+        Ok(())
+    }
+
+    /// Waits for its turn to be born.
+    async fn birth_place(&self, sandbox: &Sandbox) -> Result<SemaphorePermit<'_>, Failure> {
+        tokio::select! {
+            biased;
+            () = sandbox.ending() => Err(Failure::Ended),
+            place = tokio::time::timeout(TURN_LIMIT, self.0.births.acquire()) => match place {
+                Ok(Ok(place)) => Ok(place),
+                Ok(Err(_)) | Err(_) => {
+                    let seconds = TURN_LIMIT.as_secs();
+                    Err(Failure::Birth(KindError::Busy(format!(
+                        "the node had no time for this sandbox within {seconds} s; try again later"
+                    ))))
+                }
+            },
+        }
+    }
+
+    /// Removes what a failed create has made.
+    async fn undo(
+        &self,
+        sandbox: &Arc<Sandbox>,
+        template: &TemplateRecord,
+        undone: &Undone,
+    ) -> Option<KindError> {
+        sandbox.over().cancel();
+        if !undone.files {
+            return None;
+        }
+        let kind = self.kind(template.kind)?;
+        let cleanup = super::end::remove(kind.as_ref(), sandbox.id(), undone.instance.as_deref()).await;
+        if matches!(undone.failure, Failure::Ended | Failure::Store(_)) {
+            let removal = vec![Change::RemoveSandbox(sandbox.id().clone())];
+            if let Err(error) = self.commit(removal).await {
+                tracing::warn!(sandbox_id = %sandbox.id(), %error, "record not removed");
+            }
+        }
+        cleanup.err()
+    }
+}
+
+/// A create that stopped, and what it had made.
+struct Undone {
+    failure: Failure,
+    instance: Option<Arc<dyn Instance>>,
+    files: bool,
+}
+
+enum Failure {
+    Birth(KindError),
+    Init(AgentError, String),
+    Store(StoreError),
+    Ended,
+}
+
+impl Undone {
+    fn nothing(failure: Failure) -> Self {
+        Self { failure, instance: None, files: false }
+    }
+
+    fn files(failure: Failure) -> Self {
+        Self { failure, instance: None, files: true }
+    }
+}
+
+impl Failure {
+    fn into_error(self, template: &TemplateRecord, cleanup: Option<KindError>) -> CreateError {
+        match self {
+            Self::Birth(source) => {
+                CreateError::Birth { template: template.name.to_string(), source, cleanup }
+            }
+            Self::Init(source, console) => CreateError::Init { source, console, cleanup },
+            Self::Store(source) => CreateError::Store { source, cleanup },
+            Self::Ended => CreateError::Ended { cleanup },
+        }
+    }
+}
+
+/// The agent's acknowledgement of its identity.
+async fn introduce(sandbox: &Sandbox, channels: &Channels) -> Result<(), AgentError> {
+    let record = sandbox.record();
+    let id = sandbox.id().as_str();
+    agent::initialise(
+        channels,
+        &InitRequest {
+            timestamp: Timestamp::now().to_string(),
+            access_token: &record.envd_access_token,
+            env_vars: &record.environment,
+            default_user: DEFAULT_USER,
+            default_workdir: DEFAULT_WORKDIR,
+            identity: Identity {
+                sandbox_id: id,
+                hostname: id,
+                machine_id: random::hex::<16>(),
+                boot_id: random::uuid(),
+                fork_index: 0,
+                seed: random::hex::<32>(),
+                entropy: STANDARD.encode(random::bytes::<64>()),
+            },
+        },
+    )
+    .await
+}
+
+async fn console_tail(instance: &dyn Instance) -> String {
+    let bytes = instance.console(2048).await.unwrap_or_default();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+fn record(id: SandboxId, request: &CreateRequest) -> SandboxRecord {
+    let template = &request.template;
+    let token = || random::hex::<TOKEN_BYTES>();
+    let now = Timestamp::now();
+    SandboxRecord {
+        id,
+        kind: template.kind,
+        template: template.name.clone(),
+        alias: request.alias.clone(),
+        key_id: request.key_id.clone(),
+        started_at: now,
+        end_at: now,
+        metadata: request.metadata.clone(),
+        environment: request.environment.clone(),
+        envd_access_token: token(),
+        traffic_access_token: (request.traffic == Traffic::WithToken).then(token),
+        allow_internet_access: request.allow_internet_access,
+        network: request.network.clone(),
+        vcpus: template.vcpus,
+        memory_mib: template.memory_mib,
+        disk_mib: template.disk_mib,
+        envd_version: template.envd_version.clone(),
+    }
+}

@@ -1,0 +1,147 @@
+//! `create`, `ls`, `kill`, `logs`, `stats`.
+
+use std::process::ExitCode;
+
+use jiff::Timestamp;
+use serde_json::json;
+
+use crate::client::Http;
+use crate::client::api::{Metrics, NewSandbox, Sandbox};
+use crate::error::CliError;
+use crate::flags::{Create, Kill, Ls};
+use crate::output::{self, Output};
+
+pub(super) async fn create(http: &Http, create: &Create, output: Output) -> Result<(), CliError> {
+    let sandbox = http
+        .create(&NewSandbox {
+            template: &create.template,
+            timeout_seconds: create.new.timeout,
+            metadata: &create.new.metadata,
+            environment: &create.env,
+        })
+        .await?;
+    output.result(&json!({"sandboxID": sandbox.id, "templateID": sandbox.template}), || {
+        sandbox.id.clone()
+    });
+    Ok(())
+}
+
+pub(super) async fn ls(http: &Http, ls: &Ls, output: Output) -> Result<(), CliError> {
+    let sandboxes = http.sandboxes(&ls.metadata).await?;
+    output.result(&sandboxes, || {
+        if ls.quiet {
+            let ids: Vec<&str> = sandboxes.iter().map(|sandbox| sandbox.id.as_str()).collect();
+            return ids.join("\n");
+        }
+        let now = Timestamp::now();
+        let rows: Vec<Vec<String>> = sandboxes.iter().map(|sandbox| row(sandbox, now)).collect();
+        output::table(&["ID", "TEMPLATE", "STATE", "AGE", "ENDS IN", "METADATA"], &rows)
+    });
+    Ok(())
+}
+
+fn row(sandbox: &Sandbox, now: Timestamp) -> Vec<String> {
+    let between =
+        |from: Timestamp, to: Timestamp| output::duration(to.as_second() - from.as_second());
+    let age = sandbox.started_at.parse().map_or_else(|_| "?".to_owned(), |time| between(time, now));
+    let left = sandbox.end_at.parse().map_or_else(|_| "?".to_owned(), |time| between(now, time));
+    let metadata: Vec<String> =
+        sandbox.metadata.iter().flatten().map(|(key, value)| format!("{key}={value}")).collect();
+    vec![
+        sandbox.id.clone(),
+        sandbox.alias.clone().unwrap_or_else(|| sandbox.template.clone()),
+        sandbox.state.clone(),
+        age,
+        left,
+        metadata.join(","),
+    ]
+}
+
+/// Kills all that it can; fails if one could not be killed.
+pub(super) async fn kill(http: &Http, kill: &Kill, output: Output) -> Result<ExitCode, CliError> {
+    let ids = if kill.all {
+        http.sandboxes(&[]).await?.into_iter().map(|sandbox| sandbox.id).collect()
+    } else {
+        kill.ids.clone()
+    };
+    let mut killed = Vec::new();
+    let mut failed = false;
+    for id in ids {
+        match http.kill(&id).await {
+            Ok(()) => killed.push(id),
+            // With --all, one that ended meanwhile is as good as killed.
+            Err(CliError::Api { status: 404, .. }) if kill.all => {}
+            Err(error @ CliError::Connect { .. }) => return Err(error),
+            Err(error) => {
+                failed = true;
+                output.error(&error);
+            }
+        }
+    }
+    output.result(&json!({"killed": killed}), || killed.join("\n"));
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+pub(super) async fn logs(http: &Http, id: &str, output: Output) -> Result<(), CliError> {
+    let logs = http.logs(id).await?;
+    output.result(&logs, || {
+        let lines: Vec<&str> = logs.lines.iter().map(|line| line.line.as_str()).collect();
+        lines.join("\n")
+    });
+    Ok(())
+}
+
+/// What one sandbox uses: as it sees it, and as the host does.
+struct Usage {
+    id: String,
+    metrics: Option<Metrics>,
+    host: serde_json::Value,
+}
+
+pub(super) async fn stats(http: &Http, ids: &[String], output: Output) -> Result<(), CliError> {
+    let node = http.node().await?;
+    let ids = if ids.is_empty() {
+        http.sandboxes(&[]).await?.into_iter().map(|sandbox| sandbox.id).collect()
+    } else {
+        ids.to_vec()
+    };
+    let mut usages = Vec::new();
+    for id in ids {
+        let metrics = http.metrics(&id).await?.pop();
+        let host = http.cost(&id).await?.stats;
+        usages.push(Usage { id, metrics, host });
+    }
+    let sandboxes: Vec<_> = usages
+        .iter()
+        .map(|usage| json!({"sandboxID": usage.id, "metrics": usage.metrics, "host": usage.host}))
+        .collect();
+    output.result(&json!({"node": node, "sandboxes": sandboxes}), || {
+        let rows: Vec<Vec<String>> = usages.iter().map(usage_row).collect();
+        format!(
+            "{} of {} sandboxes, {} of {} memory available\n{}",
+            node.sandboxes.running,
+            node.sandboxes.max,
+            output::bytes(node.memory.available_bytes),
+            output::bytes(node.memory.total_bytes),
+            output::table(&["ID", "CPU", "MEMORY", "DISK", "PRIVATE ON HOST"], &rows)
+        )
+    });
+    Ok(())
+}
+
+fn usage_row(usage: &Usage) -> Vec<String> {
+    let of = |used, total| format!("{} of {}", output::bytes(used), output::bytes(total));
+    let private = usage.host["memory"]["privateDirtyBytes"].as_u64();
+    let private = private.map_or_else(|| "?".to_owned(), output::bytes);
+    let Some(metrics) = &usage.metrics else {
+        let none = || "-".to_owned();
+        return vec![usage.id.clone(), none(), none(), none(), private];
+    };
+    vec![
+        usage.id.clone(),
+        format!("{:.1} % of {}", metrics.cpu_used_pct, metrics.cpu_count),
+        of(metrics.mem_used, metrics.mem_total),
+        of(metrics.disk_used, metrics.disk_total),
+        private,
+    ]
+}

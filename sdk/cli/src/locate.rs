@@ -1,0 +1,45 @@
+//! Where the things are that `up` and `doctor` need: the daemon, a kernel, images.
+
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+/// A program beside this one, or on the PATH.
+pub(crate) fn program(name: &str) -> Option<PathBuf> {
+    let beside = std::env::current_exe().ok().map(|path| path.with_file_name(name));
+    let on_path = std::env::var_os("PATH").map(|path| {
+        std::env::split_paths(&path).map(|directory| directory.join(name)).collect::<Vec<_>>()
+    });
+    beside.into_iter().chain(on_path.into_iter().flatten()).find(|path| path.is_file())
+}
+
+/// The guest kernel built last.
+pub(crate) fn kernel() -> Option<PathBuf> {
+    let entries = std::fs::read_dir(cache()?.join("kernel")).ok()?;
+    let age = |path: &PathBuf| {
+        path.metadata().and_then(|metadata| metadata.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
+    };
+    entries
+        .filter_map(Result::ok)
+        .filter(|entry| entry.file_name().to_string_lossy().ends_with("-up"))
+        .map(|entry| entry.path().join("vmlinux"))
+        .filter(|path| path.is_file())
+        .max_by_key(age)
+}
+
+/// The root image of a recipe, as built last.
+pub(crate) fn image(recipe: &str) -> Option<PathBuf> {
+    if recipe.contains('/') {
+        return None;
+    }
+    let path = cache()?.join("image").join(recipe).join("rootfs.erofs");
+    std::fs::canonicalize(path).ok()
+}
+
+/// `$WARREN_CACHE`, `$XDG_CACHE_HOME/warren` or `~/.cache/warren`.
+fn cache() -> Option<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+    set("WARREN_CACHE")
+        .map(PathBuf::from)
+        .or_else(|| set("XDG_CACHE_HOME").map(|path| Path::new(&path).join("warren")))
+        .or_else(|| set("HOME").map(|path| Path::new(&path).join(".cache/warren")))
+}

@@ -1,0 +1,44 @@
+//! Vector registers survive context switches and births.
+
+use std::process::Command;
+
+use warren_tests::{Artifacts, Need, TestNode, missing};
+
+#[test]
+fn ymm_registers_of_two_processes_do_not_mix() {
+    if missing(&[Need::Kvm, Need::Root, Need::Compiler]) || !cpu_has_avx() {
+        return;
+    }
+    let node = TestNode::start();
+    let sandbox = node.create();
+    assert_eq!(sandbox.write("/tmp/ymm", &compiled("ymm.c")).status, 200);
+
+    let script = "chmod +x /tmp/ymm; /tmp/ymm 1 >/tmp/one & /tmp/ymm 2 >/tmp/two; wait; cat /tmp/one /tmp/two";
+    let lines = sandbox.shell(script).text();
+
+    for line in lines.lines() {
+        let words: Vec<u64> = line.split(' ').filter_map(|word| word.parse().ok()).collect();
+        let [rounds, switches, corruptions] = words[..] else { panic!("odd line {line:?}") };
+        assert!(rounds > 1000 && switches > 0, "nothing was tested: {line}");
+        assert_eq!(corruptions, 0, "{line}");
+    }
+    assert_eq!(lines.lines().count(), 2);
+}
+
+fn cpu_has_avx() -> bool {
+    std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" avx "))
+}
+
+/// A static program for the guest.
+fn compiled(source: &str) -> Vec<u8> {
+    let directory = tempfile::tempdir().unwrap();
+    let program = directory.path().join("program");
+    let status = Command::new("cc")
+        .args(["-O2", "-mavx", "-static", "-o"])
+        .arg(&program)
+        .arg(Artifacts::guest_source(source))
+        .status()
+        .unwrap();
+    assert!(status.success(), "{source} does not compile");
+    std::fs::read(program).unwrap()
+}

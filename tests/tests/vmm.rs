@@ -1,0 +1,423 @@
+//! `warren-vmm` alone, with guests of a few instructions: no kernel, no agent, no node.
+#![forbid(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+use warren_tests::{Need, missing};
+use warren_vmm_api::{
+    BootConfig, BootProtocol, ClientError, CpuProfile, DiskConfig, DiskMode, SpawnRequest,
+    TemplateClient, VmClient, VmState, VmVerb,
+};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+const MEMORY_BYTES: u64 = 32 << 20;
+/// Where the guest's code is loaded and entered.
+const ENTRY: u64 = 0x10_0000;
+
+/// mov $7,%al; mov $0x501,%dx; out %al,(%dx)
+const END_WITH_7: &[u8] = &[0xb0, 7, 0x66, 0xba, 0x01, 0x05, 0xee];
+/// cli; hlt; jmp to the hlt
+const HALT: &[u8] = &[0xfa, 0xf4, 0xeb, 0xfd];
+
+fn program() -> PathBuf {
+    // The test binary lies in target/…/release/deps.
+    let own = std::env::current_exe().expect("own path");
+    let directory = own.parent().and_then(Path::parent).expect("a build directory");
+    let built = directory.join("warren-vmm");
+    match std::env::var_os("WARREN_BIN") {
+        Some(directory) => Path::new(&directory).join("warren-vmm"),
+        None => built,
+    }
+}
+
+/// An ELF file whose one segment is `code` at [`ENTRY`].
+fn elf(code: &[u8]) -> Vec<u8> {
+    const HEADERS: u64 = 64 + 56;
+    let length = u64::try_from(code.len()).expect("a short program");
+    let mut file = vec![0x7f, b'E', b'L', b'F', 2, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    file.extend([2, 0, 62, 0, 1, 0, 0, 0]); // executable, x86-64, version
+    for word in [ENTRY, 64, 0] {
+        file.extend(word.to_le_bytes()); // entry, program headers, section headers
+    }
+    file.extend([0, 0, 0, 0, 64, 0, 56, 0, 1, 0, 64, 0, 0, 0, 0, 0]);
+    file.extend([1, 0, 0, 0, 7, 0, 0, 0]); // PT_LOAD, rwx
+    for word in [HEADERS, ENTRY, ENTRY, length, length, 0x1000] {
+        file.extend(word.to_le_bytes());
+    }
+    file.extend(code);
+    file
+}
+
+/// A microVM to be booted, in a directory of its own.
+struct Guest {
+    directory: TempDir,
+    config: BootConfig,
+}
+
+impl Guest {
+    fn new(code: &[u8]) -> Self {
+        let directory = tempfile::Builder::new().prefix("wv").tempdir_in("/tmp").expect("directory");
+        let kernel = directory.path().join("kernel");
+        std::fs::write(&kernel, elf(code)).expect("write the kernel");
+        let config = BootConfig {
+            id: "test".to_owned(),
+            directory: directory.path().to_owned(),
+            kernel,
+            command_line: String::new(),
+            boot_protocol: BootProtocol::Linux64,
+            vcpus: 1,
+            memory_bytes: MEMORY_BYTES,
+            cpu_profile: CpuProfile::Host,
+            disks: Vec::new(),
+            net: None,
+        };
+        Self { directory, config }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn command(&self) -> Command {
+        let config = self.path("boot.json");
+        std::fs::write(&config, serde_json::to_vec(&self.config).expect("encode"))
+            .expect("write the configuration");
+        let mut command = Command::new(program());
+        command.args(["boot", "--config"]).arg(config);
+        command
+    }
+
+    /// Runs it to its end.
+    fn run(&self) -> Output {
+        self.command().output().expect("run warren-vmm")
+    }
+
+    /// Starts it and waits for its control socket.
+    fn start(&self) -> Running {
+        let child = self.command().stderr(Stdio::inherit()).spawn().expect("start warren-vmm");
+        Running { child, socket: self.path("control.sock") }
+    }
+
+    /// What it says when it refuses to start.
+    fn refusal(&self) -> String {
+        let output = self.run();
+        assert!(!output.status.success(), "it started");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    }
+}
+
+/// A process that is ended with the test.
+struct Running {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Running {
+    fn client(&self) -> VmClient {
+        let begin = Instant::now();
+        loop {
+            match VmClient::connect(&self.socket, PATIENCE) {
+                Ok(client) => return client,
+                Err(error) => assert!(begin.elapsed() < PATIENCE, "no control socket: {error}"),
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn exit_code(mut self) -> i32 {
+        let begin = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().expect("look after warren-vmm") {
+                return status.code().expect("it was not killed");
+            }
+            assert!(begin.elapsed() < PATIENCE, "it does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+/// A template process over the files in `directory`.
+fn template(directory: &Path) -> (Running, TemplateClient) {
+    let socket = directory.join("template.sock");
+    let child = Command::new(program())
+        .args(["template", "--directory"])
+        .arg(directory)
+        .arg("--socket")
+        .arg(&socket)
+        .spawn()
+        .expect("start the template");
+    let client = TemplateClient::new(&socket, PATIENCE);
+    let begin = Instant::now();
+    while let Err(error) = client.status() {
+        assert!(begin.elapsed() < PATIENCE, "no template: {error}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    (Running { child, socket }, client)
+}
+
+#[test]
+fn guest_that_ends_gives_its_exit_code() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let output = Guest::new(END_WITH_7).run();
+    assert_eq!(output.status.code(), Some(7), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn pages_are_zeroed_and_copied_by_port() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let code: Vec<u8> = [
+        // movq $0x1111,0x200000; movq $0x2222,0x201000
+        &[0x48, 0xc7, 0x04, 0x25, 0x00, 0x00, 0x20, 0x00, 0x11, 0x11, 0, 0][..],
+        &[0x48, 0xc7, 0x04, 0x25, 0x00, 0x10, 0x20, 0x00, 0x22, 0x22, 0, 0],
+        // copy frame 0x200 to frame 0x202
+        &[0xb8, 0x00, 0x02, 0, 0, 0x66, 0xba, 0x44, 0x05, 0xef],
+        &[0xb8, 0x02, 0x02, 0, 0, 0x66, 0xba, 0x48, 0x05, 0xef],
+        // zero frame 0x201, and a frame that is not RAM
+        &[0xb8, 0x01, 0x02, 0, 0, 0x66, 0xba, 0x40, 0x05, 0xef],
+        &[0xb8, 0xff, 0xff, 0xff, 0xff, 0xef],
+        // mov 0x202000,%rax; or 0x201000,%rax; cmp $0x1111,%rax; setne %al; end
+        &[0x48, 0x8b, 0x04, 0x25, 0x00, 0x20, 0x20, 0x00],
+        &[0x48, 0x0b, 0x04, 0x25, 0x00, 0x10, 0x20, 0x00],
+        &[0x48, 0x3d, 0x11, 0x11, 0, 0, 0x0f, 0x95, 0xc0],
+        &[0x66, 0xba, 0x01, 0x05, 0xee],
+    ]
+    .concat();
+    let output = Guest::new(&code).run();
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn registers_outside_every_device_read_as_ones_and_swallow_writes() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let code: Vec<u8> = [
+        // Page tables map the first GiB only: map 0xd0000000 too.
+        // movq $0xd0000083,0x300400 (by way of %rax); movq $0x300003,0xa018
+        &[0xb8, 0x83, 0x00, 0x00, 0xd0, 0x48, 0x89, 0x04, 0x25, 0x00, 0x04, 0x30, 0x00][..],
+        &[0x48, 0xc7, 0x04, 0x25, 0x18, 0xa0, 0x00, 0x00, 0x03, 0x00, 0x30, 0x00],
+        // mov $0xd00f0000,%ebx; mov %eax,(%rbx); mov (%rbx),%eax; cmp $-1,%eax; setne %al; end
+        &[0xbb, 0x00, 0x00, 0x0f, 0xd0, 0x89, 0x03, 0x8b, 0x03],
+        &[0x83, 0xf8, 0xff, 0x0f, 0x95, 0xc0],
+        &[0x66, 0xba, 0x01, 0x05, 0xee],
+    ]
+    .concat();
+    let guest = Guest::new(&code);
+    let output = guest.run();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!said.contains("reset"), "{said}");
+    assert_eq!(output.status.code(), Some(0), "{said}");
+}
+
+#[test]
+fn paused_guest_resumes_and_stops() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let guest = Guest::new(HALT);
+    let running = guest.start();
+    let mut client = running.client();
+    assert_eq!(client.verb(VmVerb::Pause).expect("pause").state, VmState::Paused);
+    assert_eq!(client.verb(VmVerb::Pause).expect("pause twice").state, VmState::Paused);
+    assert_eq!(client.verb(VmVerb::Resume).expect("resume").state, VmState::Running);
+    let stats = client.stats().expect("stats");
+    assert!(stats.exits.interrupted >= 1);
+    client.verb(VmVerb::Stop).expect("stop");
+    assert_eq!(running.exit_code(), 0);
+}
+
+#[test]
+fn clones_of_a_frozen_guest_live_apart() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let guest = Guest::new(HALT);
+    let files = guest.path("template");
+    std::fs::create_dir(&files).expect("make the template's directory");
+    let running = guest.start();
+    let freeze = VmVerb::Freeze { directory: files.clone() };
+    running.client().verb(freeze).expect("freeze");
+    assert_eq!(running.exit_code(), 0);
+
+    let (process, template) = template(&files);
+    let mut clones = Vec::new();
+    for number in 0..3 {
+        let directory = guest.path(&format!("clone{number}"));
+        std::fs::create_dir(&directory).expect("make the clone's directory");
+        let request = SpawnRequest {
+            id: format!("clone{number}"),
+            directory: directory.clone(),
+            disks: BTreeMap::new(),
+        };
+        let reply = template.spawn(request).expect("spawn");
+        let clone = VmClient::connect(&directory.join("control.sock"), PATIENCE).expect("connect");
+        clones.push((reply.pid, clone));
+    }
+    assert_eq!(template.status().expect("status").spawned, 3);
+    template.stop().expect("stop the template");
+    assert_eq!(process.exit_code(), 0);
+    for (number, (pid, clone)) in clones.iter_mut().enumerate() {
+        let status = clone.status().expect("the clone outlives its template");
+        assert_eq!(status.pid, *pid);
+        assert_eq!(status.id, format!("clone{number}"));
+        let refused = clone.verb(VmVerb::Freeze { directory: files.clone() });
+        assert!(matches!(refused, Err(ClientError::Refused(_))), "a clone is no template");
+        clone.verb(VmVerb::Stop).expect("stop");
+    }
+}
+
+#[test]
+fn spawn_into_a_missing_directory_fails_and_the_template_lives_on() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let guest = Guest::new(HALT);
+    let files = guest.path("template");
+    std::fs::create_dir(&files).expect("make the template's directory");
+    let running = guest.start();
+    running.client().verb(VmVerb::Freeze { directory: files.clone() }).expect("freeze");
+    assert_eq!(running.exit_code(), 0);
+    let (_process, template) = template(&files);
+    let request = SpawnRequest {
+        id: "lost".to_owned(),
+        directory: guest.path("nowhere"),
+        disks: BTreeMap::new(),
+    };
+    let error = template.spawn(request).expect_err("there is no such directory");
+    assert!(matches!(error, ClientError::Refused(_)), "{error}");
+    template.status().expect("the template lives on");
+}
+
+#[test]
+fn damaged_template_is_refused() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let guest = Guest::new(HALT);
+    let files = guest.path("template");
+    std::fs::create_dir(&files).expect("make the template's directory");
+    let running = guest.start();
+    running.client().verb(VmVerb::Freeze { directory: files.clone() }).expect("freeze");
+    assert_eq!(running.exit_code(), 0);
+    let state = files.join("state");
+    let mut bytes = std::fs::read(&state).expect("read the state");
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&state, bytes).expect("damage the state");
+    let output = Command::new(program())
+        .args(["template", "--directory"])
+        .arg(&files)
+        .arg("--socket")
+        .arg(guest.path("template.sock"))
+        .output()
+        .expect("run the template");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success());
+    assert!(said.contains("checksum"), "{said}");
+}
+
+#[test]
+fn control_socket_answers_nonsense_and_other_versions_with_an_error() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let guest = Guest::new(HALT);
+    let running = guest.start();
+    drop(running.client());
+    for (line, word) in [
+        ("nonsense\n", "read a control request"),
+        ("{\"version\":99,\"verb\":\"status\"}\n", "protocol version 99"),
+        ("{\"version\":1,\"verb\":\"dance\"}\n", "unknown variant"),
+    ] {
+        let mut stream = UnixStream::connect(&running.socket).expect("connect");
+        stream.set_read_timeout(Some(PATIENCE)).expect("set a time limit");
+        stream.write_all(line.as_bytes()).expect("write");
+        let mut reply = String::new();
+        BufReader::new(stream).read_line(&mut reply).expect("an answer");
+        assert!(reply.contains("error") && reply.contains(word), "{line}: {reply}");
+    }
+    running.client().status().expect("it lives on");
+}
+
+#[test]
+fn microvm_that_cannot_start_names_the_step_and_what_to_do() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let good = || Guest::new(HALT);
+
+    let mut guest = good();
+    guest.config.kernel = guest.path("no-such-kernel");
+    let said = guest.refusal();
+    assert!(said.contains("load kernel") && said.contains("no-such-kernel"), "{said}");
+
+    let guest = good();
+    let whole = std::fs::read(&guest.config.kernel).expect("read the kernel");
+    std::fs::write(&guest.config.kernel, &whole[..100]).expect("truncate");
+    let said = guest.refusal();
+    assert!(said.contains("load kernel") && said.contains("advice"), "{said}");
+
+    let guest = good();
+    std::fs::write(&guest.config.kernel, vec![b'x'; 5000]).expect("write");
+    let said = guest.refusal();
+    assert!(said.contains("vmlinux"), "{said}");
+
+    let mut guest = good();
+    guest.config.memory_bytes = 1 << 20;
+    let said = guest.refusal();
+    assert!(said.contains("32 MiB"), "{said}");
+
+    let mut guest = good();
+    guest.config.vcpus = 33;
+    let said = guest.refusal();
+    assert!(said.contains("33 vCPUs"), "{said}");
+
+    let mut guest = good();
+    let empty = guest.path("empty");
+    std::fs::write(&empty, b"").expect("write");
+    guest.config.disks.push(DiskConfig {
+        id: "rootfs".to_owned(),
+        path: empty,
+        mode: DiskMode::ReadOnly,
+    });
+    let said = guest.refusal();
+    assert!(said.contains("rootfs") && said.contains("0 bytes"), "{said}");
+
+    let mut guest = good();
+    guest.config.directory = guest.path("nowhere");
+    let said = guest.refusal();
+    assert!(said.contains("nowhere"), "{said}");
+
+    let guest = good();
+    let mut command = guest.command();
+    std::fs::write(guest.path("boot.json"), b"{\"id\": 3}").expect("write");
+    let output = command.output().expect("run");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(said.contains("read configuration"), "{said}");
+}
+
+#[test]
+fn wrong_words_on_the_command_line_show_the_usage() {
+    for words in [&[][..], &["boot"][..], &["template", "--directory", "x"][..], &["fly"][..]] {
+        let output = Command::new(program()).args(words).output().expect("run");
+        assert_eq!(output.status.code(), Some(2));
+        assert!(String::from_utf8_lossy(&output.stderr).contains("usage"));
+    }
+}
