@@ -23,7 +23,9 @@ pub struct Load {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum AdmissionError {
     /// The count is at its limit. Somebody must end a sandbox first.
-    #[error("the node runs {0} sandboxes, as many as it is allowed to; end some or raise the limit")]
+    #[error(
+        "the node runs {0} sandboxes, as many as it is allowed to; end some or raise the limit"
+    )]
     Full(usize),
     /// Memory is short.
     #[error(
@@ -63,7 +65,8 @@ pub fn admit(limits: Limits, load: Load) -> Result<(), AdmissionError> {
 pub fn parse_meminfo(text: &str) -> (Option<u64>, Option<u64>) {
     let field = |name: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-        let kib: u64 = line.trim_start_matches(':').trim().strip_suffix("kB")?.trim().parse().ok()?;
+        let kib: u64 =
+            line.trim_start_matches(':').trim().strip_suffix("kB")?.trim().parse().ok()?;
         kib.checked_mul(1024)
     };
     (field("MemTotal"), field("MemAvailable"))

@@ -148,7 +148,8 @@ mod tests {
 
     #[test]
     fn v1_cpu_group_is_found() {
-        let mounts = "cgroup /x/memory cgroup rw,memory 0 0\ncgroup /x/cpu cgroup rw,relatime,cpu 0 0\n";
+        let mounts =
+            "cgroup /x/memory cgroup rw,memory 0 0\ncgroup /x/cpu cgroup rw,relatime,cpu 0 0\n";
         let groups = "4:memory:/a\n1:cpu:/b\n";
         assert_eq!(candidates(mounts, groups), vec![PathBuf::from("/x/cpu/b")]);
     }

@@ -109,9 +109,9 @@ impl Config {
         let level = settings.log_level.unwrap_or_else(|| "info".to_owned());
         let vmm = match settings.vmm {
             Some(path) => absolute(path)?,
-            None => std::env::current_exe()
-                .map_err(ConfigError::OwnPath)?
-                .with_file_name("warren-vmm"),
+            None => {
+                std::env::current_exe().map_err(ConfigError::OwnPath)?.with_file_name("warren-vmm")
+            }
         };
         let seconds = settings.max_timeout_seconds.unwrap_or(DEFAULT_TIMEOUT_SECONDS_MAX);
         Ok(Self {

@@ -59,8 +59,10 @@ impl Idempotency {
         records.sort_by_key(|record| record.expires_at);
         for record in records {
             state.finished.push_back((record.expires_at, record.key.clone()));
-            let entry =
-                Entry::Finished { digest: record.request_digest, sandbox: Arc::from(record.sandbox) };
+            let entry = Entry::Finished {
+                digest: record.request_digest,
+                sandbox: Arc::from(record.sandbox),
+            };
             state.entries.insert(record.key, entry);
         }
         Self(Arc::new(Mutex::new(state)))

@@ -67,7 +67,8 @@ pub struct SandboxId(Arc<str>);
 impl SandboxId {
     /// A fresh id on this node.
     pub fn random(node: &NodeId) -> Self {
-        let length = u32::try_from(node.0.len()).ok().and_then(|length| char::from_digit(length, 36));
+        let length =
+            u32::try_from(node.0.len()).ok().and_then(|length| char::from_digit(length, 36));
         let length = length.expect("a node id is at most 16 characters long");
         Self(format!("{length}{}{}", node.0, random::base36(RANDOM_CHARACTERS)).into())
     }

@@ -43,8 +43,7 @@ pub enum KeyError {
 
 impl ApiKeys {
     pub fn new(store: Arc<dyn Store>, records: Vec<ApiKeyRecord>) -> Self {
-        let by_digest =
-            records.into_iter().map(|record| (record.digest.clone(), record)).collect();
+        let by_digest = records.into_iter().map(|record| (record.digest.clone(), record)).collect();
         Self { store, by_digest: Arc::new(RwLock::new(by_digest)) }
     }
 

@@ -67,7 +67,8 @@ pub async fn manage_keys(config: &Config, action: KeysAction) -> Result<(), Keys
 async fn by_daemon(stream: UnixStream, action: KeysAction) -> Result<(), KeysError> {
     match action {
         KeysAction::Add { name } => {
-            let (_, reply) = call(stream, Method::POST, "/v1/keys", Some(json!({ "name": name }))).await?;
+            let (_, reply) =
+                call(stream, Method::POST, "/v1/keys", Some(json!({ "name": name }))).await?;
             println!("{}", reply["key"].as_str().unwrap_or_default());
         }
         KeysAction::List => {

@@ -12,7 +12,12 @@ pub fn start(format: LogFormat, level: LevelFilter) {
     let writer = std::io::stderr;
     let _ = match format {
         LogFormat::Text => registry
-            .with(tracing_subscriber::fmt::layer().with_writer(writer).with_target(false).with_ansi(false))
+            .with(
+                tracing_subscriber::fmt::layer()
+                    .with_writer(writer)
+                    .with_target(false)
+                    .with_ansi(false),
+            )
             .try_init(),
         LogFormat::Json => registry
             .with(tracing_subscriber::fmt::layer().with_writer(writer).json().flatten_event(true))

@@ -24,7 +24,9 @@ fn start(mut flags: Flags) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     match command {
         None => runtime.block_on(warren_node::run(config))?,
-        Some(Command::Keys(action)) => runtime.block_on(warren_node::manage_keys(&config, action))?,
+        Some(Command::Keys(action)) => {
+            runtime.block_on(warren_node::manage_keys(&config, action))?
+        }
     }
     Ok(())
 }

@@ -102,7 +102,8 @@ pub fn tail(path: &Path, bytes_max: u64) -> io::Result<Vec<u8>> {
 pub fn tail_lines(path: &Path, lines_max: usize) -> String {
     let bytes = tail(path, 8192).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes);
-    let lines: Vec<&str> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
+    let lines: Vec<&str> =
+        text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
     lines[lines.len().saturating_sub(lines_max)..].join("\n")
 }
 

@@ -77,8 +77,9 @@ impl Listener {
 }
 
 /// Answers requests; called with [`Origin`] and [`Reset`] in the request's extensions.
-pub type Handler =
-    Arc<dyn Fn(Request<Body>) -> futures_util::future::BoxFuture<'static, Response<Body>> + Send + Sync>;
+pub type Handler = Arc<
+    dyn Fn(Request<Body>) -> futures_util::future::BoxFuture<'static, Response<Body>> + Send + Sync,
+>;
 
 /// Serves until `stop`, then lets requests under way end within a grace period.
 pub async fn serve(listener: Listener, handler: Handler, stop: CancellationToken) {
@@ -93,8 +94,7 @@ pub async fn serve(listener: Listener, handler: Handler, stop: CancellationToken
         };
         match accepted {
             Ok(stream) => {
-                let connection =
-                    serve_connection(stream, Arc::clone(&handler), stop.clone());
+                let connection = serve_connection(stream, Arc::clone(&handler), stop.clone());
                 let cut = cut.clone();
                 connections.spawn(async move {
                     tokio::select! {

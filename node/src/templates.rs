@@ -145,9 +145,10 @@ impl Templates {
             std::iter::once(&plan.name).chain(&plan.aliases).cloned().collect();
         let taken = names.iter().find(|name| {
             state.reserved.contains(*name)
-                || state.records.values().any(|known| {
-                    known.name == **name || known.aliases.contains(*name)
-                })
+                || state
+                    .records
+                    .values()
+                    .any(|known| known.name == **name || known.aliases.contains(*name))
         });
         if let Some(name) = taken {
             return Err(TemplateError::Taken(name.clone()));

@@ -194,7 +194,9 @@ impl BalloonDevice {
     /// ones are wanted.
     fn take_statistics(&mut self, chain: &Chain, memory: &GuestMemoryMmap) -> Step {
         let run = chain.readable();
-        if run.is_empty() || run.len() > STATISTICS_BYTES_MAX || self.state.statistics_head.is_some()
+        if run.is_empty()
+            || run.len() > STATISTICS_BYTES_MAX
+            || self.state.statistics_head.is_some()
         {
             self.metrics.malformed_requests += 1;
             return Step::Used(0);

@@ -92,9 +92,9 @@ fn malformed_inflation_is_completed_unserved() {
 #[test]
 fn target_and_actual_meet_in_the_configuration() {
     let (mut machine, _) = boot();
-    let done = machine.transport.with_device(|balloon: &mut BalloonDevice, _| {
-        ((), balloon.set_target(BalloonPages(300)))
-    });
+    let done = machine
+        .transport
+        .with_device(|balloon: &mut BalloonDevice, _| ((), balloon.set_target(BalloonPages(300))));
     assert!(done.is_some());
     assert_eq!(machine.read(0x100), 300);
     assert_eq!(machine.read(0x60), 2);
@@ -137,6 +137,19 @@ fn statistics_are_asked_for_by_giving_the_buffer_back() {
 }
 
 #[test]
+fn statistics_given_before_the_driver_is_ready_are_taken() {
+    let mut machine = Machine::power_on(BalloonDevice::new(Box::new(Remembered::default())));
+    machine.negotiate(u64::MAX);
+    machine.set_up_queues();
+    let buffer = machine.buffer_of(&entry(5, 7));
+    machine.queues[2].add(&[buffer], &[]);
+    machine.write(0x50, 2);
+    machine.write(0x70, 15);
+    let balloon = machine.transport.device::<BalloonDevice>().unwrap();
+    assert_eq!(balloon.statistics().unwrap().total_bytes, Some(7));
+}
+
+#[test]
 fn reported_ranges_are_released_before_the_guest_hears() {
     let (mut machine, remembered) = boot();
     let ranges = [(GuestAddress(0x80_0000), 0x20_0000), (GuestAddress(0xc0_0000), 0x1000)];
@@ -167,9 +180,9 @@ fn state_comes_back() {
     let buffer = machine.buffer_of(&entry(4, 1000));
     machine.queues[2].add(&[buffer], &[]);
     machine.notify(2);
-    machine.transport.with_device(|balloon: &mut BalloonDevice, _| {
-        ((), balloon.set_target(BalloonPages(77)))
-    });
+    machine
+        .transport
+        .with_device(|balloon: &mut BalloonDevice, _| ((), balloon.set_target(BalloonPages(77))));
     let remembered = Remembered::default();
     let mut copy = machine.clone_with(|version, bytes| {
         BalloonDevice::restore(Box::new(remembered), version, bytes).unwrap()

@@ -1,6 +1,7 @@
 //! Content codings: gzip and none.
 
 use std::io::Write;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use flate2::write::MultiGzDecoder;
@@ -9,10 +10,14 @@ use hyper::body::Incoming;
 
 use super::FileError;
 use crate::http::next_chunk;
+use crate::runtime;
 
 /// Compressed bytes decoded at once. Gzip expands at most about 1030 times, so
 /// this bounds what one step can make out of them to some 4 MiB.
 const COMPRESSED_STEP_BYTES: usize = 4 * 1024;
+
+/// Longest time for the rest of a body that nobody wants.
+const DRAIN_LIMIT: Duration = Duration::from_secs(30);
 
 /// A coding of a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,10 +65,15 @@ pub struct PlainBody {
 }
 
 impl PlainBody {
-    /// Reads `body` as its headers describe it.
-    pub fn new(headers: &HeaderMap, body: Incoming) -> Result<Self, FileError> {
+    /// Reads `body` as it is.
+    pub fn new(body: Incoming) -> Self {
+        PlainBody { body, decoder: None, pending: Bytes::new() }
+    }
+
+    /// Undoes the coding that the headers describe.
+    pub fn decode(&mut self, headers: &HeaderMap) -> Result<(), FileError> {
         let coding = headers.get(header::CONTENT_ENCODING).and_then(|value| value.to_str().ok());
-        let decoder = match coding.map(|coding| coding.trim().to_ascii_lowercase()).as_deref() {
+        self.decoder = match coding.map(|coding| coding.trim().to_ascii_lowercase()).as_deref() {
             None | Some("" | "identity") => None,
             Some("gzip" | "x-gzip") => Some(MultiGzDecoder::new(Vec::new())),
             Some(other) => {
@@ -71,7 +81,15 @@ impl PlainBody {
                 return Err(FileError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message));
             }
         };
-        Ok(PlainBody { body, decoder, pending: Bytes::new() })
+        Ok(())
+    }
+
+    /// Takes what is left and drops it: a client that is told of an error before
+    /// it has sent everything may never read the reply.
+    pub async fn drain(&mut self) {
+        let limit = runtime::sleep_until(Instant::now() + DRAIN_LIMIT);
+        let all = async { while let Some(Ok(_)) = next_chunk(&mut self.body).await {} };
+        runtime::either(all, limit).await;
     }
 
     /// The next piece; `None` at the end.

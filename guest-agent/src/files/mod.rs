@@ -15,12 +15,14 @@ pub use owner::make_directories;
 
 use std::rc::Rc;
 
-use http::{Method, StatusCode};
+use http::request::Parts;
+use http::{HeaderMap, Method, StatusCode};
 
 use crate::agent::Agent;
 use crate::connect::ConnectError;
 use crate::http::{self as web, Query, Reply, Request};
 use crate::users::User;
+use encoding::PlainBody;
 use signature::Operation;
 
 /// An error with the status that tells of it.
@@ -75,7 +77,15 @@ impl FileError {
 pub async fn answer(agent: &Rc<Agent>, request: Request) -> Reply {
     let outcome = match *request.method() {
         Method::GET => download(agent, &request),
-        Method::POST => upload(agent, request).await,
+        Method::POST => {
+            let (parts, body) = request.into_parts();
+            let mut body = PlainBody::new(body);
+            let stored = upload(agent, &parts, &mut body).await;
+            if stored.is_err() {
+                body.drain().await;
+            }
+            stored
+        }
         _ => Err(FileError::new(StatusCode::METHOD_NOT_ALLOWED, "use GET or POST")),
     };
     outcome.unwrap_or_else(|error| error.reply())
@@ -84,24 +94,24 @@ pub async fn answer(agent: &Rc<Agent>, request: Request) -> Reply {
 fn download(agent: &Agent, request: &Request) -> Result<Reply, FileError> {
     let query = Query::parse(request.uri().query()).map_err(FileError::bad_request)?;
     signature::check(agent, request.headers(), &query, Operation::Read)?;
-    let user = user(agent, request, &query)?;
+    let user = user(agent, request.headers(), &query)?;
     let path = query.value("path").unwrap_or_default();
     let path = crate::paths::resolve(path, &user, agent.workdir().as_deref())
         .map_err(FileError::bad_request)?;
     download::answer(&path, request.headers())
 }
 
-async fn upload(agent: &Agent, request: Request) -> Result<Reply, FileError> {
-    let query = Query::parse(request.uri().query()).map_err(FileError::bad_request)?;
-    signature::check(agent, request.headers(), &query, Operation::Write)?;
-    let user = user(agent, &request, &query)?;
-    upload::answer(agent, request, &query, &user).await
+async fn upload(agent: &Agent, parts: &Parts, body: &mut PlainBody) -> Result<Reply, FileError> {
+    let query = Query::parse(parts.uri.query()).map_err(FileError::bad_request)?;
+    signature::check(agent, &parts.headers, &query, Operation::Write)?;
+    let user = user(agent, &parts.headers, &query)?;
+    upload::answer(agent, &parts.headers, body, &query, &user).await
 }
 
-fn user(agent: &Agent, request: &Request, query: &Query) -> Result<Rc<User>, FileError> {
+fn user(agent: &Agent, headers: &HeaderMap, query: &Query) -> Result<Rc<User>, FileError> {
     let found = match query.value("username").filter(|name| !name.is_empty()) {
         Some(name) => agent.user(Some(name)),
-        None => agent.user_of(request.headers()),
+        None => agent.user_of(headers),
     };
     let unauthorized =
         |error: ConnectError| FileError::new(StatusCode::UNAUTHORIZED, error.message);

@@ -12,6 +12,9 @@ const PART_HEADERS_BYTES_MAX: usize = 16 * 1024;
 /// Longest boundary that the format allows.
 const BOUNDARY_BYTES_MAX: usize = 70;
 
+/// Blanks that may stand behind a boundary.
+const PADDING_BYTES_MAX: usize = 256;
+
 /// What a part says of itself.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Part {
@@ -22,14 +25,14 @@ pub struct Part {
 }
 
 /// A form being read.
-pub struct Multipart {
-    body: PlainBody,
+pub struct Multipart<'a> {
+    body: &'a mut PlainBody,
     parser: Parser,
 }
 
-impl Multipart {
+impl<'a> Multipart<'a> {
     /// Reads a form whose content type this is.
-    pub fn new(content_type: &str, body: PlainBody) -> Result<Self, FileError> {
+    pub fn new(content_type: &str, body: &'a mut PlainBody) -> Result<Self, FileError> {
         let boundary = parameter(content_type, "boundary")
             .filter(|boundary| (1..=BOUNDARY_BYTES_MAX).contains(&boundary.len()))
             .ok_or_else(|| FileError::bad_request("the multipart boundary is missing or too long"))?;
@@ -121,13 +124,14 @@ impl Parser {
         if !self.in_part {
             return Step::Done(None);
         }
-        match memmem::find(&self.buffer, &self.delimiter) {
-            Some(0) => {
+        match self.find_delimiter() {
+            (Some(0), Follows::Line) => {
                 self.in_part = false;
                 Step::Done(None)
             }
-            Some(index) => Step::Done(Some(self.buffer.split_to(index).freeze())),
-            None => {
+            (Some(0), Follows::Unknown) => Step::NeedMore,
+            (Some(index), _) => Step::Done(Some(self.buffer.split_to(index).freeze())),
+            (None, _) => {
                 // The end of the buffer may be the beginning of a boundary.
                 let safe = (self.buffer.len() + 1).saturating_sub(self.delimiter.len());
                 if safe == 0 {
@@ -136,6 +140,41 @@ impl Parser {
                 Step::Done(Some(self.buffer.split_to(safe).freeze()))
             }
         }
+    }
+
+    /// The first place that is a boundary, or may be one when more is known:
+    /// text that only begins like one is content.
+    fn find_delimiter(&self) -> (Option<usize>, Follows) {
+        let mut from = 0;
+        while let Some(index) = memmem::find(&self.buffer[from..], &self.delimiter) {
+            let index = from + index;
+            match follows(&self.buffer[index + self.delimiter.len()..]) {
+                Follows::Content => from = index + 1,
+                other => return (Some(index), other),
+            }
+        }
+        (None, Follows::Content)
+    }
+}
+
+/// What stands behind a boundary's text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Follows {
+    /// The end of a boundary line, or of the whole form.
+    Line,
+    /// Something else: it was no boundary.
+    Content,
+    /// Not enough to tell.
+    Unknown,
+}
+
+fn follows(after: &[u8]) -> Follows {
+    let blanks = after.iter().take_while(|byte| matches!(byte, b' ' | b'\t')).count();
+    match (blanks, &after[blanks..]) {
+        (0, [b'-', b'-', ..]) | (_, [b'\r', b'\n', ..]) => Follows::Line,
+        (PADDING_BYTES_MAX.., _) => Follows::Content,
+        (0, [b'-']) | (_, [] | [b'\r']) => Follows::Unknown,
+        _ => Follows::Content,
     }
 }
 

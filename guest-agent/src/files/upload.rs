@@ -7,7 +7,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
-use http::{StatusCode, header};
+use http::{HeaderMap, StatusCode, header};
 use rustix::fs::OFlags;
 use serde::Serialize;
 
@@ -15,7 +15,7 @@ use super::encoding::PlainBody;
 use super::multipart::Multipart;
 use super::{FileError, metadata, owner};
 use crate::agent::Agent;
-use crate::http::{self as web, Query, Reply, Request};
+use crate::http::{self as web, Query, Reply};
 use crate::paths;
 use crate::users::User;
 
@@ -33,20 +33,20 @@ struct Stored {
 /// Stores what the request brings.
 pub async fn answer(
     agent: &Agent,
-    request: Request,
+    headers: &HeaderMap,
+    body: &mut PlainBody,
     query: &Query,
     user: &User,
 ) -> Result<Reply, FileError> {
-    let (parts, body) = request.into_parts();
-    let metadata = metadata::from_headers(&parts.headers)?;
-    let kind = parts.headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
+    let metadata = metadata::from_headers(headers)?;
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     let kind = kind.unwrap_or_default().to_owned();
     let media = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     let workdir = agent.workdir();
     let resolve = |path: &str| {
         paths::resolve(path, user, workdir.as_deref()).map_err(FileError::bad_request)
     };
-    let mut body = PlainBody::new(&parts.headers, body)?;
+    body.decode(headers)?;
     let mut stored = Vec::new();
     if media == "application/octet-stream" {
         let path = query.value("path").ok_or_else(|| {

@@ -77,8 +77,11 @@ fn watcher_overflow_is_an_error_and_not_silence() {
     std::fs::create_dir(&place).unwrap();
     let (_, reply) = call(&agent, "CreateWatcher", json!({"path": place}));
     let id = json!({"watcherId": reply["watcherId"]});
-    for number in 0..20_000 {
-        std::fs::create_dir(format!("{place}/{number}")).unwrap();
+    let (one, other) = (format!("{place}/one"), format!("{place}/other"));
+    std::fs::write(&one, "").unwrap();
+    for _ in 0..5_000 {
+        std::fs::rename(&one, &other).unwrap();
+        std::fs::rename(&other, &one).unwrap();
     }
     let (status, error) = call(&agent, "GetWatcherEvents", id);
     assert_eq!((status, &error["code"]), (500, &json!("data_loss")));

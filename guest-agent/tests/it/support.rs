@@ -96,8 +96,12 @@ impl Agent {
         let mut reader = self.open("envd", "POST", method, &all, &body);
         let (status, headers) = read_head(&mut reader);
         assert_eq!(status, 200);
-        assert_eq!(header(&headers, "transfer-encoding"), Some("chunked"));
-        Stream { chunks: Chunked { reader, left: 0, done: false }, buffer: Vec::new() }
+        let chunks = match header(&headers, "content-length") {
+            // The stream failed before it began.
+            Some(length) => Chunked { reader, left: length.parse().unwrap(), last: true },
+            None => Chunked { reader, left: 0, last: false },
+        };
+        Stream { chunks, buffer: Vec::new() }
     }
 
     /// Starts a shell command.
@@ -131,7 +135,7 @@ impl Reply {
         let (status, headers) = read_head(&mut reader);
         let mut body = Vec::new();
         if header(&headers, "transfer-encoding") == Some("chunked") {
-            Chunked { reader, left: 0, done: false }.read_to_end(&mut body).unwrap();
+            Chunked { reader, left: 0, last: false }.read_to_end(&mut body).unwrap();
         } else if let Some(length) = header(&headers, "content-length") {
             body.resize(length.parse().unwrap(), 0);
             reader.read_exact(&mut body).unwrap();
@@ -173,15 +177,17 @@ fn header<'a>(headers: &'a [(String, String)], name: &str) -> Option<&'a str> {
 /// A chunked body.
 pub struct Chunked {
     reader: BufReader<UnixStream>,
+    /// Bytes left of the current chunk.
     left: usize,
-    done: bool,
+    /// No chunk follows.
+    last: bool,
 }
 
 impl Chunked {
     pub fn new(mut reader: BufReader<UnixStream>) -> Self {
         let (status, _) = read_head(&mut reader);
         assert_eq!(status, 200);
-        Chunked { reader, left: 0, done: false }
+        Chunked { reader, left: 0, last: false }
     }
 
     pub fn close(&self) {
@@ -191,14 +197,14 @@ impl Chunked {
 
 impl Read for Chunked {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        if self.left == 0 && !self.done {
+        if self.left == 0 && !self.last {
             let mut line = String::new();
             self.reader.read_line(&mut line)?;
             self.left = usize::from_str_radix(line.trim(), 16)
                 .map_err(|_| std::io::Error::from(std::io::ErrorKind::UnexpectedEof))?;
-            self.done = self.left == 0;
+            self.last = self.left == 0;
         }
-        if self.done {
+        if self.left == 0 {
             return Ok(0);
         }
         let room = self.left.min(buffer.len());
@@ -207,7 +213,7 @@ impl Read for Chunked {
             return Err(std::io::ErrorKind::UnexpectedEof.into());
         }
         self.left -= count;
-        if self.left == 0 {
+        if self.left == 0 && !self.last {
             self.reader.read_line(&mut String::new())?;
         }
         Ok(count)

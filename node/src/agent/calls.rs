@@ -94,8 +94,8 @@ pub struct AgentMetrics {
 /// Tells a clone who it is. No request may pass before this.
 pub async fn initialise(channels: &Channels, request: &InitRequest<'_>) -> Result<(), AgentError> {
     const PATH: &str = "/init";
-    let body = serde_json::to_vec(request)
-        .map_err(|source| AgentError::Reply { path: PATH, source })?;
+    let body =
+        serde_json::to_vec(request).map_err(|source| AgentError::Reply { path: PATH, source })?;
     let request = post(PATH, Body::from(body));
     within(PATH, INIT_LIMIT, async {
         let response = channels.send(GuestPort::Envd.number(), request).await?;
@@ -188,8 +188,7 @@ async fn send_once(
     request: Request<Body>,
 ) -> Result<(Response<Incoming>, Driver), AgentError> {
     let failed = |source| AgentError::Transfer { path, source };
-    let (mut sender, connection) =
-        http1::handshake(TokioIo::new(stream)).await.map_err(failed)?;
+    let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(failed)?;
     let driver = Driver(tokio::spawn(async move {
         // The other half sees the error too.
         let _ = connection.await;
@@ -209,7 +208,10 @@ fn post(path: &'static str, body: Body) -> Request<Body> {
     request
 }
 
-async fn expect_success(path: &'static str, response: Response<Body>) -> Result<bytes::Bytes, AgentError> {
+async fn expect_success(
+    path: &'static str,
+    response: Response<Body>,
+) -> Result<bytes::Bytes, AgentError> {
     let status = response.status();
     let body = http_body_util::Limited::new(response.into_body(), REPLY_BYTES_MAX);
     let body = body.collect().await.map_err(|_| AgentError::Incomplete { path })?.to_bytes();

@@ -33,12 +33,12 @@ use crate::kinds::{GuestPort, Instance};
 const CONNECTIONS_MAX: usize = 256;
 /// How long a request waits for its turn.
 const TURN_LIMIT: Duration = Duration::from_secs(30);
-/// Idle connections kept per agent port, and per other port.
-const IDLE_AGENT_MAX: usize = 8;
-const IDLE_TUNNEL_MAX: usize = 4;
+/// Idle connections kept per port: descriptors of the node, thousands of sandboxes long.
+const IDLE_MAX: usize = 4;
 /// The agent keeps its side open; a server of the user's may handle one connection
-/// at a time, and must not be held for long by an idle one.
-const IDLE_AGENT_LIMIT: Duration = Duration::from_secs(3600);
+/// at a time, and must not be held for long by an idle one. Connections are closed
+/// between one and two limits after their last use.
+const IDLE_AGENT_LIMIT: Duration = Duration::from_secs(600);
 const IDLE_TUNNEL_LIMIT: Duration = Duration::from_secs(2);
 /// A connection is used again only if it becomes ready this soon after a reply.
 const READY_LIMIT: Duration = Duration::from_secs(1);
@@ -79,7 +79,14 @@ struct Shared {
     over: CancellationToken,
     tracker: TaskTracker,
     turns: Arc<Semaphore>,
-    idle: Mutex<HashMap<u16, Vec<Idle>>>,
+    idle: Mutex<IdleSet>,
+}
+
+#[derive(Debug, Default)]
+struct IdleSet {
+    by_port: HashMap<u16, Vec<Idle>>,
+    /// Whether a task is there to close connections of each class.
+    is_swept: [bool; 2],
 }
 
 #[derive(Debug)]
@@ -152,8 +159,10 @@ impl Channels {
                     .map_err(|_| ChannelError::Timeout)??
             }
         };
-        let (sender, connection) =
-            http1::Builder::new().handshake(TokioIo::new(stream)).await.map_err(ChannelError::Transfer)?;
+        let (sender, connection) = http1::Builder::new()
+            .handshake(TokioIo::new(stream))
+            .await
+            .map_err(ChannelError::Transfer)?;
         let over = self.0.over.clone();
         self.0.tracker.spawn(async move {
             tokio::select! {
@@ -178,34 +187,81 @@ impl Channels {
 
 impl Shared {
     fn take_idle(&self, port: u16) -> Option<SendRequest<Body>> {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let list = idle.get_mut(&port)?;
-        let limit = idle_limit(port);
+        let mut idle = self.idle();
+        let list = idle.by_port.get_mut(&port)?;
+        let limit = Class::of(port).idle_limit();
         list.retain(|entry| !entry.sender.is_closed() && entry.since.elapsed() < limit);
         let taken = list.pop();
         if list.is_empty() {
-            idle.remove(&port);
+            idle.by_port.remove(&port);
         }
         taken.map(|entry| entry.sender)
     }
 
-    fn keep(&self, port: u16, sender: SendRequest<Body>) {
+    fn keep(self: &Arc<Self>, port: u16, sender: SendRequest<Body>) {
         if self.over.is_cancelled() {
             return;
         }
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let list = idle.entry(port).or_default();
-        let max = if agent_port(port).is_some() { IDLE_AGENT_MAX } else { IDLE_TUNNEL_MAX };
-        if list.len() < max {
+        let class = Class::of(port);
+        let mut idle = self.idle();
+        let list = idle.by_port.entry(port).or_default();
+        if list.len() < IDLE_MAX {
             list.push(Idle { sender, since: Instant::now() });
+        }
+        if !std::mem::replace(&mut idle.is_swept[class.index()], true) {
+            let this = Arc::clone(self);
+            self.tracker.spawn(async move { this.sweep(class).await });
         }
     }
 
-    /// Closes connections that were idle for too long.
-    fn expire(&self, port: u16) {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(list) = idle.get_mut(&port) {
-            list.retain(|entry| entry.since.elapsed() < idle_limit(port));
+    /// Closes connections of a class that were idle for too long, until none is left.
+    async fn sweep(&self, class: Class) {
+        loop {
+            tokio::select! {
+                () = self.over.cancelled() => return,
+                () = tokio::time::sleep(class.idle_limit()) => {}
+            }
+            let mut idle = self.idle();
+            for (_, list) in idle.by_port.iter_mut().filter(|(port, _)| Class::of(**port) == class)
+            {
+                list.retain(|entry| entry.since.elapsed() < class.idle_limit());
+            }
+            idle.by_port.retain(|_, list| !list.is_empty());
+            if !idle.by_port.keys().any(|port| Class::of(*port) == class) {
+                idle.is_swept[class.index()] = false;
+                return;
+            }
+        }
+    }
+
+    fn idle(&self) -> std::sync::MutexGuard<'_, IdleSet> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Whose server is on the other end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Class {
+    Agent,
+    User,
+}
+
+impl Class {
+    fn of(port: u16) -> Self {
+        if agent_port(port).is_some() { Self::Agent } else { Self::User }
+    }
+
+    fn index(self) -> usize {
+        match self {
+            Self::Agent => 0,
+            Self::User => 1,
+        }
+    }
+
+    fn idle_limit(self) -> Duration {
+        match self {
+            Self::Agent => IDLE_AGENT_LIMIT,
+            Self::User => IDLE_TUNNEL_LIMIT,
         }
     }
 }
@@ -237,19 +293,14 @@ impl Lease {
         let over = channels.0.over.clone();
         let tracker = channels.0.tracker.clone();
         tracker.spawn(async move {
+            let _turn = _turn;
             tokio::select! {
                 biased;
-                () = over.cancelled() => return,
-                ready = tokio::time::timeout(READY_LIMIT, sender.ready()) => match ready {
-                    Ok(Ok(())) => channels.0.keep(port, sender),
-                    Ok(Err(_)) | Err(_) => return,
-                },
-            }
-            drop(_turn);
-            if agent_port(port).is_none() {
-                tokio::select! {
-                    () = over.cancelled() => {}
-                    () = tokio::time::sleep(IDLE_TUNNEL_LIMIT) => channels.0.expire(port),
+                () = over.cancelled() => {}
+                ready = tokio::time::timeout(READY_LIMIT, sender.ready()) => {
+                    if let Ok(Ok(())) = ready {
+                        channels.0.keep(port, sender);
+                    }
                 }
             }
         });
@@ -258,10 +309,6 @@ impl Lease {
 
 fn agent_port(port: u16) -> Option<GuestPort> {
     [GuestPort::Envd, GuestPort::CodeInterpreter].into_iter().find(|known| known.number() == port)
-}
-
-fn idle_limit(port: u16) -> Duration {
-    if agent_port(port).is_some() { IDLE_AGENT_LIMIT } else { IDLE_TUNNEL_LIMIT }
 }
 
 /// Asks the agent for a stream to a TCP port of the guest.

@@ -181,6 +181,7 @@ impl ApiError {
         match error.blame {
             Blame::Request => Self::bad_request(message),
             Blame::Node => Self::internal(&Text(message)),
+            Blame::Later => Self::new(StatusCode::CONFLICT, message),
         }
     }
 }

@@ -224,7 +224,9 @@ mod tests {
 
     #[test]
     fn bad_limits_and_tokens_are_refused() {
-        for query in ["limit=0", "limit=101", "limit=x", "nextToken=%21", "order=up", "startedAfter=x"] {
+        for query in
+            ["limit=0", "limit=101", "limit=x", "nextToken=%21", "order=up", "startedAfter=x"]
+        {
             assert!(Query::parse(query).is_err(), "{query}");
         }
     }

@@ -88,9 +88,7 @@ pub fn handler(app: Arc<App>) -> Handler {
 }
 
 fn router(app: Arc<App>) -> Router {
-    let open = Router::new()
-        .route("/health", get(health))
-        .route("/metrics", get(prometheus));
+    let open = Router::new().route("/health", get(health)).route("/metrics", get(prometheus));
     let closed = Router::new()
         .merge(e2b_routes())
         .merge(v1_routes())

@@ -127,7 +127,8 @@ async fn ticket(
     key: &str,
     body: &NewSandbox,
 ) -> Result<Started, ApiError> {
-    let text = serde_json::to_vec(body).map_err(|error| ApiError::bad_request(error.to_string()))?;
+    let text =
+        serde_json::to_vec(body).map_err(|error| ApiError::bad_request(error.to_string()))?;
     let digest = encode_hex(&Sha256::digest(text));
     for _ in 0..SAME_KEY_WAITS_MAX {
         match app.idempotency.begin(key_id, key, digest.clone()) {
@@ -215,7 +216,9 @@ fn check_size(
 ) -> Result<(), ApiError> {
     let bytes: usize = map.iter().map(|(key, value)| key.len() + value.len()).sum();
     if bytes > bytes_max {
-        let message = format!("{name} has {bytes} bytes, keys and values together; at most {bytes_max} are allowed");
+        let message = format!(
+            "{name} has {bytes} bytes, keys and values together; at most {bytes_max} are allowed"
+        );
         return Err(ApiError::bad_request(message));
     }
     Ok(())

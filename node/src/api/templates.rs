@@ -12,8 +12,12 @@ use super::extract::Segment;
 use super::{ApiError, App, view};
 
 pub async fn list(State(app): State<Arc<App>>) -> Response {
-    let views: Vec<Value> =
-        app.templates.list().iter().map(|(record, spawns)| view::template(record, *spawns)).collect();
+    let views: Vec<Value> = app
+        .templates
+        .list()
+        .iter()
+        .map(|(record, spawns)| view::template(record, *spawns))
+        .collect();
     Json(views).into_response()
 }
 

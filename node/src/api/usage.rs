@@ -38,8 +38,9 @@ pub async fn metrics(
 ) -> Result<Response, ApiError> {
     let sandbox = running(&app, &id)?;
     let time = |second: i64| {
-        Timestamp::from_second(second)
-            .map_err(|_| ApiError::bad_request(format!("{second} is no time in seconds since 1970")))
+        Timestamp::from_second(second).map_err(|_| {
+            ApiError::bad_request(format!("{second} is no time in seconds since 1970"))
+        })
     };
     let start = range.start.map_or(Ok(Timestamp::MIN), time)?;
     // Clients cut the fraction off: the whole second is meant.

@@ -126,7 +126,9 @@ pub async fn build(
                 return Ok(Json(reply).into_response());
             }
             Some(Event::End(Err(error))) => return Err(error.into()),
-            None => return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the node is stopping")),
+            None => {
+                return Err(ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "the node is stopping"));
+            }
         }
     }
 }

@@ -135,6 +135,8 @@ pub enum Blame {
     Request,
     /// The node.
     Node,
+    /// Time.
+    Later,
 }
 
 /// One line of a build's progress.

@@ -13,11 +13,11 @@ use hyper_util::rt::TokioIo;
 use percent_encoding::percent_decode_str;
 use tokio_util::task::TaskTracker;
 
+use super::Route;
 use super::headers;
 use super::reply::{self, TokenGiven};
 use super::route::Target;
 use super::signature::{Operation, SignedLink};
-use super::Route;
 use crate::agent::ChannelError;
 use crate::error::chain;
 use crate::kinds::GuestPort;

@@ -93,7 +93,8 @@ mod tests {
 
     #[test]
     fn routing_headers_do_not_reach_the_guest() {
-        let mut map = headers(&[(SANDBOX_ID_HEADER, "a"), (SANDBOX_PORT_HEADER, "1"), ("host", "h")]);
+        let mut map =
+            headers(&[(SANDBOX_ID_HEADER, "a"), (SANDBOX_PORT_HEADER, "1"), ("host", "h")]);
         to_guest(&mut map, None);
         assert_eq!(map, headers(&[("host", "h"), ("x-forwarded-host", "h")]));
     }

@@ -44,7 +44,9 @@ pub fn internal_route(id: &str) -> Response<Body> {
 pub fn traffic_token(id: &str, header: &str, given: TokenGiven) -> Response<Body> {
     let message = match given {
         TokenGiven::None => {
-            format!("The sandbox takes only requests with a traffic access token; header '{header}' is missing")
+            format!(
+                "The sandbox takes only requests with a traffic access token; header '{header}' is missing"
+            )
         }
         TokenGiven::Wrong => format!("The traffic access token in header '{header}' is not valid"),
     };

@@ -75,10 +75,7 @@ fn target(port: &str, id: &str) -> Route {
 
 fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
     // Bytes that are not text can be no id and no port; an empty text is neither.
-    headers
-        .get(name)
-        .map(|value| value.to_str().unwrap_or("?"))
-        .filter(|value| !value.is_empty())
+    headers.get(name).map(|value| value.to_str().unwrap_or("?")).filter(|value| !value.is_empty())
 }
 
 #[cfg(test)]
@@ -101,8 +98,11 @@ mod tests {
 
     #[test]
     fn headers_name_the_sandbox() {
-        let headers =
-            [("host", "127.0.0.1:3000"), (SANDBOX_ID_HEADER, "abc"), (SANDBOX_PORT_HEADER, "49983")];
+        let headers = [
+            ("host", "127.0.0.1:3000"),
+            (SANDBOX_ID_HEADER, "abc"),
+            (SANDBOX_PORT_HEADER, "49983"),
+        ];
         assert_eq!(decide("/health", &headers), sandbox("abc", 49983));
     }
 
@@ -141,7 +141,8 @@ mod tests {
 
     #[test]
     fn ordinary_hosts_are_the_api() {
-        for host in ["127.0.0.1:3000", "localhost", "api.sbx.test", "my-node.example", "[::1]:3000"] {
+        for host in ["127.0.0.1:3000", "localhost", "api.sbx.test", "my-node.example", "[::1]:3000"]
+        {
             assert_eq!(decide("/v2/sandboxes", &[("host", host)]), Route::Api, "{host}");
         }
     }

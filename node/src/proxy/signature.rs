@@ -35,8 +35,12 @@ impl SignedLink {
         if uri.path() != FILES {
             return None;
         }
-        let mut link =
-            Self { path: String::new(), user: String::new(), signature: String::new(), expiration: None };
+        let mut link = Self {
+            path: String::new(),
+            user: String::new(),
+            signature: String::new(),
+            expiration: None,
+        };
         for (name, value) in form_urlencoded::parse(uri.query()?.as_bytes()) {
             match name.as_ref() {
                 "path" => link.path = value.into_owned(),

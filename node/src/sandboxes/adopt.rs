@@ -39,9 +39,11 @@ impl Sandboxes {
         for kind in self.0.kinds.values() {
             kind.settle(templates.clone()).await?;
         }
-        stream::iter(records)
-            .for_each_concurrent(AT_ONCE, |record| self.adopt_one(record))
-            .await;
+        stream::iter(records).for_each_concurrent(AT_ONCE, |record| self.adopt_one(record)).await;
+        let adopted = self.count();
+        if !recorded.is_empty() {
+            tracing::info!(adopted, recorded = recorded.len(), "compared records with what runs");
+        }
         for kind in self.0.kinds.values() {
             let strays = kind.strays(recorded.clone()).await?;
             stream::iter(strays)
@@ -71,7 +73,7 @@ impl Sandboxes {
                 self.0.deadlines.set(&id, None, end_at);
                 self.watch(&sandbox);
                 self.0.metrics.adopted();
-                tracing::info!(sandbox_id = %id, %end_at, "sandbox adopted");
+                tracing::debug!(sandbox_id = %id, %end_at, "sandbox adopted");
             }
             Ok(None) => {
                 tracing::warn!(sandbox_id = %id, "sandbox ended while no daemon ran");

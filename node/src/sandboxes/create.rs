@@ -169,16 +169,11 @@ impl Sandboxes {
         let begin = Instant::now();
         let birth = Birth { id: sandbox.id().clone(), template: template.name.clone() };
         // Not given up half-way: a birth under way could not be found again.
-        let instance = kind
-            .create(birth)
-            .await
-            .map_err(|error| Undone::files(Failure::Birth(error)))?;
+        let instance =
+            kind.create(birth).await.map_err(|error| Undone::files(Failure::Birth(error)))?;
         let born_ms = begin.elapsed().as_millis();
-        let channels = Channels::new(
-            Arc::clone(&instance),
-            sandbox.over().clone(),
-            self.0.background.clone(),
-        );
+        let channels =
+            Channels::new(Arc::clone(&instance), sandbox.over().clone(), self.0.background.clone());
         sandbox.set_live(Live { instance: Arc::clone(&instance), channels: channels.clone() });
         let born = |failure| Undone { failure, instance: Some(Arc::clone(&instance)), files: true };
 
@@ -216,7 +211,7 @@ impl Sandboxes {
         if let Some(ticket) = ticket {
             ticket.complete(record);
         }
-        tracing::info!(sandbox_id = %sandbox.id(), template = %template.name, %end_at, born_ms,
+        tracing::debug!(sandbox_id = %sandbox.id(), template = %template.name, %end_at, born_ms,
             introduced_ms, stored_ms = begin.elapsed().as_millis(), "sandbox runs");
         Ok(())
     }
@@ -250,7 +245,8 @@ impl Sandboxes {
             return None;
         }
         let kind = self.kind(template.kind)?;
-        let cleanup = super::end::remove(kind.as_ref(), sandbox.id(), undone.instance.as_deref()).await;
+        let cleanup =
+            super::end::remove(kind.as_ref(), sandbox.id(), undone.instance.as_deref()).await;
         if matches!(undone.failure, Failure::Ended | Failure::Store(_)) {
             let removal = vec![Change::RemoveSandbox(sandbox.id().clone())];
             if let Err(error) = self.commit(removal).await {

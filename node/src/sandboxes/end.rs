@@ -103,14 +103,15 @@ impl Sandboxes {
 
     async fn finish(&self, sandbox: &Arc<Sandbox>, cause: EndCause) {
         let begin = std::time::Instant::now();
-        let (removed, ()) = tokio::join!(self.remove_from_host(sandbox), self.remove_record(sandbox));
+        let (removed, ()) =
+            tokio::join!(self.remove_from_host(sandbox), self.remove_record(sandbox));
         if let Err(error) = removed {
             tracing::error!(sandbox_id = %sandbox.id(), error = %chain(&error),
                 "something of an ended sandbox is left");
         }
         self.forget(sandbox);
         self.0.metrics.end(cause);
-        tracing::info!(sandbox_id = %sandbox.id(), cause = cause.label(),
+        tracing::debug!(sandbox_id = %sandbox.id(), cause = cause.label(),
             took_ms = begin.elapsed().as_millis(), "sandbox ended");
         let moved = sandbox.advance(Event::Cleaned);
         assert!(moved.is_ok(), "only this task moves a sandbox out of killing");

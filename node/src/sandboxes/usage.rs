@@ -113,7 +113,10 @@ mod tests {
         }
         let range = |start, end| {
             usage
-                .between(Timestamp::from_second(start).unwrap(), Timestamp::from_second(end).unwrap())
+                .between(
+                    Timestamp::from_second(start).unwrap(),
+                    Timestamp::from_second(end).unwrap(),
+                )
                 .len()
         };
         assert_eq!(range(0, 2000), SAMPLES_MAX);

@@ -187,9 +187,7 @@ struct Encoded {
 impl Encoded {
     fn of(change: &Change) -> Result<Self, serde_json::Error> {
         let (table, key, value) = match change {
-            Change::PutKey(record) => {
-                (KEYS, record.id.clone(), Some(serde_json::to_vec(record)?))
-            }
+            Change::PutKey(record) => (KEYS, record.id.clone(), Some(serde_json::to_vec(record)?)),
             Change::RemoveKey(id) => (KEYS, id.clone(), None),
             Change::PutTemplate(record) => {
                 (TEMPLATES, record.name.to_string(), Some(serde_json::to_vec(record)?))
@@ -320,10 +318,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let (store, contents) = RedbStore::open(directory.path()).unwrap();
         assert!(contents.keys.is_empty());
-        store
-            .commit(vec![Change::PutKey(key("a")), Change::PutKey(key("b"))])
-            .await
-            .unwrap();
+        store.commit(vec![Change::PutKey(key("a")), Change::PutKey(key("b"))]).await.unwrap();
         store.commit(vec![Change::RemoveKey("a".to_owned())]).await.unwrap();
         drop(store);
         let contents = reopen(directory.path()).await;

@@ -24,8 +24,10 @@ async fn request_without_key_is_refused() {
 
 #[tokio::test]
 async fn create_returns_what_clients_need() {
-    let node = TestNode::start_with(&["--domain", "sbx.test"], std::sync::Arc::default(), vec![]).await;
-    let body = json!({ "templateID": "code-interpreter-v1", "metadata": {}, "envVars": { "A": "b" } });
+    let node =
+        TestNode::start_with(&["--domain", "sbx.test"], std::sync::Arc::default(), vec![]).await;
+    let body =
+        json!({ "templateID": "code-interpreter-v1", "metadata": {}, "envVars": { "A": "b" } });
     let reply = node.api(Method::POST, "/v2/sandboxes", create(body)).await;
     assert_eq!(reply.status, StatusCode::CREATED);
     let sandbox = reply.json();
@@ -64,7 +66,11 @@ async fn bad_input_is_refused_with_a_reason_and_leaves_nothing() {
     let cases = [
         (json!({ "templateID": "nope" }), 404, "template 'nope' not found"),
         (json!({ "templateID": "../x" }), 404, "not found"),
-        (json!({ "templateID": "base", "metadata": { "a": long } }), 400, "metadata has 10001 bytes"),
+        (
+            json!({ "templateID": "base", "metadata": { "a": long } }),
+            400,
+            "metadata has 10001 bytes",
+        ),
         (json!({ "templateID": "base", "timeout": -1 }), 400, "negative"),
         (json!({ "templateID": "base", "timeout": 1_000_000_000 }), 400, "longest allowed"),
         (json!({ "templateID": "base", "envVars": { "A=": "b" } }), 400, "environment variable"),
@@ -72,7 +78,11 @@ async fn bad_input_is_refused_with_a_reason_and_leaves_nothing() {
         (json!({ "templateID": "base", "metadata": { "a": 1 } }), 400, "not as expected"),
         (json!({}), 400, "templateID"),
         (json!({ "templateID": "base", "autoPause": true }), 501, "not supported"),
-        (json!({ "templateID": "base", "volumeMounts": [{ "name": "a", "path": "/a" }] }), 501, "volumes"),
+        (
+            json!({ "templateID": "base", "volumeMounts": [{ "name": "a", "path": "/a" }] }),
+            501,
+            "volumes",
+        ),
     ];
     for (body, status, message) in cases {
         let reply = node.api(Method::POST, "/v2/sandboxes", create(body.clone())).await;
@@ -88,7 +98,9 @@ async fn bad_input_is_refused_with_a_reason_and_leaves_nothing() {
 #[tokio::test]
 async fn invalid_utf8_and_nul_in_paths_are_refused() {
     let node = TestNode::start().await;
-    for (path, status) in [("/sandboxes/%ff", 400), ("/sandboxes/a%00b", 404), ("/sandboxes/..", 404)] {
+    for (path, status) in
+        [("/sandboxes/%ff", 400), ("/sandboxes/a%00b", 404), ("/sandboxes/..", 404)]
+    {
         let reply = node.api(Method::GET, path, None).await;
         assert_eq!(reply.status.as_u16(), status, "{path}");
         assert_eq!(reply.json()["code"], status);
@@ -120,7 +132,8 @@ async fn kill_is_204_once_and_404_afterwards() {
 async fn list_filters_and_pages() {
     let node = TestNode::start().await;
     for n in 0..5 {
-        let body = json!({ "templateID": "base", "metadata": { "n": n.to_string(), "a b": "c&d" } });
+        let body =
+            json!({ "templateID": "base", "metadata": { "n": n.to_string(), "a b": "c&d" } });
         node.api(Method::POST, "/v2/sandboxes", create(body)).await;
     }
     let reply =
@@ -255,7 +268,10 @@ async fn node_keys_and_templates_are_managed() {
     assert_eq!(reply.status, StatusCode::CONFLICT);
     let alias = node.api(Method::GET, "/templates/aliases/code-interpreter-v1", None).await;
     assert_eq!(alias.json()["templateID"], "base");
-    assert_eq!(node.api(Method::DELETE, "/templates/t2", None).await.status, StatusCode::NO_CONTENT);
+    assert_eq!(
+        node.api(Method::DELETE, "/templates/t2", None).await.status,
+        StatusCode::NO_CONTENT
+    );
     let node_view = node.api(Method::GET, "/v1/node", None).await.json();
     assert_eq!(node_view["templates"], json!(["base"]));
     let metrics = node.ask(Request::get("/metrics").body(Body::empty()).unwrap()).await;

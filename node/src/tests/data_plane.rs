@@ -187,7 +187,8 @@ async fn signed_link_finds_its_sandbox() {
     let signature = base64::engine::general_purpose::STANDARD_NO_PAD.encode(digest);
     let signature: String = form_urlencoded::byte_serialize(signature.as_bytes()).collect();
     let link = format!("/files?path=%2Fa%20b&signature=v1_{signature}");
-    let get = |path: &str| Request::get(path).header("host", "127.0.0.1").body(Body::empty()).unwrap();
+    let get =
+        |path: &str| Request::get(path).header("host", "127.0.0.1").body(Body::empty()).unwrap();
     let reply = node.ask(get(&link)).await;
     assert_eq!(reply.status, StatusCode::OK);
     assert_eq!(reply.json()["target"], link);

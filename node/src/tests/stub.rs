@@ -149,7 +149,8 @@ impl Kind for Stub {
         plan: BuildPlan,
         _: Progress,
     ) -> BoxFuture<'_, Result<TemplateRecord, BuildError>> {
-        let record = TemplateRecord { aliases: plan.aliases, ..template_record(plan.name.as_str()) };
+        let record =
+            TemplateRecord { aliases: plan.aliases, ..template_record(plan.name.as_str()) };
         Box::pin(async { Ok(record) })
     }
 

@@ -61,7 +61,10 @@ fn address(dice: &mut Dice) -> u64 {
     }
 }
 
-fn disturb(machine: &mut Machine, dice: &mut Dice) {
+/// What a driver of the device would begin a chain with.
+type Opening = fn(&mut Dice) -> Vec<u8>;
+
+fn disturb(machine: &mut Machine, dice: &mut Dice, opening: Opening) {
     let queues = u64::try_from(machine.queues.len()).unwrap();
     let queue = usize::try_from(dice.below(queues)).unwrap();
     match dice.below(20) {
@@ -69,7 +72,8 @@ fn disturb(machine: &mut Machine, dice: &mut Dice) {
         0 | 1 => {
             let offset = if dice.below(4) == 0 { dice.below(0x1100) } else { dice.below(0x48) * 4 };
             let data = dice.next().to_le_bytes();
-            let width = usize::try_from(if dice.below(3) == 0 { dice.below(9) } else { 4 }).unwrap();
+            let width =
+                usize::try_from(if dice.below(3) == 0 { dice.below(9) } else { 4 }).unwrap();
             let _ = machine.transport.write(offset, &data[..width]);
         }
         2 => {
@@ -83,29 +87,28 @@ fn disturb(machine: &mut Machine, dice: &mut Dice) {
         }
         // Descriptors: plausible requests, and noise.
         4..=11 => {
-            let count = dice.below(5) + 1;
+            let count = dice.below(4) + 1;
             let size = machine.queues[queue].layout().0;
             let first = dice.short(u64::from(size));
+            let start = opening(dice);
+            let all_writable = dice.below(4) == 0;
             for number in 0..count {
                 let index = (first + u16::try_from(number).unwrap()) % size;
                 let more = if number + 1 < count { 1 } else { 0 };
-                let write = if number > 0 && dice.below(2) == 0 { 2 } else { 0 };
-                let odd = if dice.below(16) == 0 { dice.short(16) } else { 0 };
+                let last_writable = number > 0 && (number + 1 == count || dice.below(4) == 0);
+                let write = if all_writable || last_writable { 2 } else { 0 };
+                let odd = if dice.below(32) == 0 { dice.short(16) } else { 0 };
                 let at = address(dice);
-                let len = match dice.below(6) {
+                let len = match dice.below(8) {
                     0 => dice.word(),
                     1 => 1,
-                    2 => 44,
-                    3 => 16,
-                    _ => u32::try_from(dice.below(8)).unwrap() * 512,
+                    _ if number == 0 && !all_writable => u32::try_from(start.len()).unwrap(),
+                    _ => (1 + u32::try_from(dice.below(8)).unwrap()) * 512,
                 };
-                let next = if dice.below(16) == 0 { dice.short(65536) } else { (index + 1) % size };
+                let next = if dice.below(32) == 0 { dice.short(65536) } else { (index + 1) % size };
                 machine.queues[queue].write_descriptor(index, at, len, more | write | odd, next);
-                // What a header could be: small numbers where kinds and lengths are.
-                for field in 0..6u64 {
-                    let value = dice.word();
-                    let place = GuestAddress(at.wrapping_add(field * 8));
-                    let _ = machine.memory.write_obj(u64::from(value), place);
+                if number == 0 {
+                    let _ = machine.memory.write_slice(&start, GuestAddress(at));
                 }
             }
             machine.queues[queue].offer(first);
@@ -129,11 +132,14 @@ fn disturb(machine: &mut Machine, dice: &mut Dice) {
         15 => {
             let flags = dice.next();
             let token = dice.word();
-            machine.transport.event(token, Readiness {
-                readable: flags & 1 != 0,
-                writable: flags & 2 != 0,
-                closed: flags & 4 != 0,
-            });
+            machine.transport.event(
+                token,
+                Readiness {
+                    readable: flags & 1 != 0,
+                    writable: flags & 2 != 0,
+                    closed: flags & 0xff00 == 0,
+                },
+            );
         }
         16 | 17 => drop(machine.turn(Duration::ZERO)),
         18 => {
@@ -181,12 +187,16 @@ fn seed(name: &str) -> u64 {
     seed
 }
 
-fn torment<D: VirtioDevice>(new: impl Fn() -> D, restore: impl Fn(u16, &[u8]) -> D) {
+fn torment<D: VirtioDevice>(
+    opening: Opening,
+    new: impl Fn() -> D,
+    restore: impl Fn(u16, &[u8]) -> D,
+) {
     let mut machine = Machine::boot(new());
     let mut dice = Dice(seed(machine.transport.name()) | 1 << 40);
     for round in 0..rounds() {
         let begun = Instant::now();
-        disturb(&mut machine, &mut dice);
+        disturb(&mut machine, &mut dice, opening);
         assert!(begun.elapsed() < Duration::from_secs(10), "round {round} took too long");
         if round % 1000 == 999 {
             bring_up(&mut machine, &mut dice);
@@ -195,7 +205,6 @@ fn torment<D: VirtioDevice>(new: impl Fn() -> D, restore: impl Fn(u16, &[u8]) ->
         }
     }
     println!("{:?}\n{:?}", machine.transport.metrics(), machine.transport.device_metrics());
-    }
 }
 
 fn block_config(directory: &Path) -> BlockConfig {
@@ -216,6 +225,18 @@ fn block_config(directory: &Path) -> BlockConfig {
 fn block_survives_any_driver() {
     let directory = tempfile::tempdir().unwrap();
     torment(
+        |dice| {
+            let kinds = [0, 1, 4, 8, 11, 13, 77];
+            let kind: u32 = kinds[usize::try_from(dice.below(7)).unwrap()];
+            let mut bytes = u64::from(kind).to_le_bytes().to_vec();
+            let far = if dice.below(8) == 0 { u64::MAX } else { 2100 };
+            bytes.extend(dice.below(far).to_le_bytes());
+            if kind > 8 {
+                bytes.extend(dice.below(2100).to_le_bytes());
+                bytes.extend(dice.below(64).to_le_bytes());
+            }
+            bytes
+        },
         || BlockDevice::new(block_config(directory.path())).unwrap(),
         |version, bytes| {
             BlockDevice::restore(block_config(directory.path()), version, bytes).unwrap()
@@ -230,6 +251,21 @@ fn vsock_survives_any_driver() {
         std::os::unix::net::UnixListener::bind(directory.path().join("vsock.sock_1")).unwrap();
     let config = |name: &str| VsockConfig::new(directory.path().join(name));
     torment(
+        |dice| {
+            let port = |dice: &mut Dice| u32::try_from(dice.below(4)).unwrap().to_le_bytes();
+            let mut bytes = [3u64.to_le_bytes(), 2u64.to_le_bytes()].concat();
+            bytes.extend(port(dice));
+            bytes.extend(port(dice));
+            let operation = dice.short(9);
+            let len = if operation == 5 { 512 } else { 0u32 };
+            bytes.extend(len.to_le_bytes());
+            bytes.extend(1u16.to_le_bytes());
+            bytes.extend(operation.to_le_bytes());
+            bytes.extend(port(dice));
+            bytes.extend(dice.word().to_le_bytes());
+            bytes.extend(dice.word().to_le_bytes());
+            bytes
+        },
         || VsockDevice::new(config("vsock.sock")).unwrap(),
         |version, bytes| VsockDevice::restore(config("clone"), version, bytes).unwrap(),
     );
@@ -240,6 +276,7 @@ fn console_survives_any_driver() {
     let directory = tempfile::tempdir().unwrap();
     let log = || Box::new(ConsoleLog::new(&directory.path().join("log"), 10_000));
     torment(
+        |_| b"a line\n".to_vec(),
         || ConsoleDevice::new(log()),
         |version, bytes| ConsoleDevice::restore(log(), version, bytes).unwrap(),
     );
@@ -247,7 +284,11 @@ fn console_survives_any_driver() {
 
 #[test]
 fn rng_survives_any_driver() {
-    torment(RngDevice::new, |version, bytes| RngDevice::restore(version, bytes).unwrap());
+    torment(
+        |_| vec![0; 64],
+        RngDevice::new,
+        |version, bytes| RngDevice::restore(version, bytes).unwrap(),
+    );
 }
 
 #[test]
@@ -263,6 +304,15 @@ fn net_survives_any_driver() {
         mtu: None,
     };
     torment(
+        |dice| {
+            let mut bytes = vec![0; 12];
+            if dice.below(3) == 0 {
+                bytes = dice.next().to_le_bytes().to_vec();
+                bytes.resize(12, 0);
+            }
+            bytes.resize(12 + 60, 0xff);
+            bytes
+        },
         || NetDevice::new(config("fuzz0")).unwrap(),
         |version, bytes| NetDevice::restore(config("fuzz1"), version, bytes).unwrap(),
     );

@@ -79,8 +79,8 @@ pub fn decode<T: DeserializeOwned>(
     if bytes.len() > STATE_BYTES_MAX {
         return Err(StateError::TooLong { device, bytes: bytes.len() });
     }
-    let (state, rest) = postcard::take_from_bytes(bytes)
-        .map_err(|source| StateError::Decode { device, source })?;
+    let (state, rest) =
+        postcard::take_from_bytes(bytes).map_err(|source| StateError::Decode { device, source })?;
     if !rest.is_empty() {
         return Err(StateError::Trailing { device, bytes: rest.len() });
     }

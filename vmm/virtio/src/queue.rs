@@ -404,9 +404,7 @@ pub fn push_group(
     }
     queue.set_next_used(next);
     // Release: the elements are visible before the index that tells of them.
-    memory
-        .store(next.to_le(), ring.unchecked_add(2), Ordering::Release)
-        .map_err(QueueError::Memory)
+    memory.store(next.to_le(), ring.unchecked_add(2), Ordering::Release).map_err(QueueError::Memory)
 }
 
 /// Whether the driver wants an interrupt for what was completed since the used

@@ -72,11 +72,7 @@ fn file_offset(offset: u64) -> io::Result<i64> {
 }
 
 /// `preadv2` with RWF_NOWAIT: only what is in the page cache.
-pub fn read_cached(
-    file: BorrowedFd<'_>,
-    vectors: &[IoVector],
-    offset: u64,
-) -> io::Result<usize> {
+pub fn read_cached(file: BorrowedFd<'_>, vectors: &[IoVector], offset: u64) -> io::Result<usize> {
     let (pointer, number) = raw(vectors);
     let offset = file_offset(offset)?;
     // SAFETY: `pointer` and `number` describe `vectors`, which outlives the call;

@@ -17,13 +17,17 @@ use futures_util::future::{Either, select};
 use jiff::Timestamp;
 use tokio::net::UnixStream;
 use tokio::process::Child;
-use warren_vmm_api::{BootConfig, BootProtocol, CpuProfile, DiskConfig, DiskMode, VmStatus, VmVerb};
+use warren_vmm_api::{
+    BootConfig, BootProtocol, CpuProfile, DiskConfig, DiskMode, VmStatus, VmVerb,
+};
 
 use super::layout::{self, BUILDING_SUFFIX};
 use super::{Microvms, control, files, instance};
 use crate::agent::{self, ENVD_VERSION};
 use crate::error::chain;
-use crate::kinds::{Blame, BuildError, BuildPlan, GuestPort, KindName, Progress, ProgressLine, Warmup};
+use crate::kinds::{
+    Blame, BuildError, BuildPlan, GuestPort, KindName, Progress, ProgressLine, Warmup,
+};
 use crate::process;
 use crate::random;
 use crate::store::TemplateRecord;
@@ -52,7 +56,8 @@ impl Microvms {
         progress: Progress,
     ) -> Step<TemplateRecord> {
         let Ok(_building) = self.building.try_lock() else {
-            return Err(failed("validate", Blame::Node, "another build is under way; try again later"));
+            let message = "another build is under way; try again later";
+            return Err(failed("validate", Blame::Later, message));
         };
         let name = plan.name.clone();
         let outcome = self.build_steps(plan, &progress).await;
@@ -172,7 +177,8 @@ impl Machine {
         let config_path = run.join("boot.json");
         let text = serde_json::to_vec_pretty(config).map_err(|error| node(error.to_string()))?;
         std::fs::write(&config_path, text).map_err(|error| node(error.to_string()))?;
-        let log = std::fs::File::create(run.join("vmm.log")).map_err(|error| node(error.to_string()))?;
+        let log =
+            std::fs::File::create(run.join("vmm.log")).map_err(|error| node(error.to_string()))?;
         let log_too = log.try_clone().map_err(|error| node(error.to_string()))?;
         let child = tokio::process::Command::new(vmm)
             .arg("boot")

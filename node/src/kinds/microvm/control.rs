@@ -50,9 +50,10 @@ impl ControlError {
     pub fn is_dead(&self) -> bool {
         match self {
             Self::Connect { .. } | Self::Closed { .. } => true,
-            Self::Transfer { .. } | Self::Reply { .. } | Self::Refused(_) | Self::Timeout { .. } => {
-                false
-            }
+            Self::Transfer { .. }
+            | Self::Reply { .. }
+            | Self::Refused(_)
+            | Self::Timeout { .. } => false,
         }
     }
 

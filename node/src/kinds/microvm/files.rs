@@ -49,7 +49,10 @@ pub fn check_kernel(path: &Path) -> Result<(), FileError> {
     let mut needed = table.saturating_add(u64::from(count) * PROGRAM_HEADER_BYTES);
     for index in 0..u64::from(count) {
         let mut entry = [0; 56];
-        if file.read_exact_at(&mut entry, table.saturating_add(index * PROGRAM_HEADER_BYTES)).is_err() {
+        if file
+            .read_exact_at(&mut entry, table.saturating_add(index * PROGRAM_HEADER_BYTES))
+            .is_err()
+        {
             break;
         }
         needed = needed.max(u64_at(&entry, 8).saturating_add(u64_at(&entry, 32)));
@@ -74,15 +77,19 @@ pub fn check_rootfs(path: &Path) -> Result<(), FileError> {
 fn open(role: &'static str, path: &Path) -> Result<(File, u64), FileError> {
     let owned = || path.to_owned();
     // The type is checked first: opening a FIFO would block.
-    let metadata = std::fs::metadata(path)
-        .map_err(|source| FileError::Open { role, path: owned(), source })?;
+    let metadata = std::fs::metadata(path).map_err(|source| FileError::Open {
+        role,
+        path: owned(),
+        source,
+    })?;
     if !metadata.is_file() {
         return Err(FileError::NotAFile { role, path: owned() });
     }
     if metadata.len() == 0 {
         return Err(FileError::Empty { role, path: owned() });
     }
-    let file = File::open(path).map_err(|source| FileError::Open { role, path: owned(), source })?;
+    let file =
+        File::open(path).map_err(|source| FileError::Open { role, path: owned(), source })?;
     Ok((file, metadata.len()))
 }
 

@@ -47,7 +47,8 @@ impl Instance for Clone {
                     .await
                     .map_err(|error| error.into_kind("ask the VMM for its counters"))?;
             let pid = self.process.pid();
-            let memory = tokio::task::spawn_blocking(move || resident(pid)).await.unwrap_or_default();
+            let memory =
+                tokio::task::spawn_blocking(move || resident(pid)).await.unwrap_or_default();
             Ok(json!({ "pid": pid, "vmm": stats, "memory": memory }))
         })
     }

@@ -90,9 +90,9 @@ pub fn remove_tree(path: &Path) -> std::io::Result<()> {
 /// Names in a directory; none if it is not there.
 pub fn entries(path: &Path) -> std::io::Result<Vec<String>> {
     match std::fs::read_dir(path) {
-        Ok(entries) => entries
-            .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
-            .collect(),
+        Ok(entries) => {
+            entries.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+        }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
         Err(error) => Err(error),
     }

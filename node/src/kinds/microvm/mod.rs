@@ -54,7 +54,11 @@ impl Microvms {
         let layout = Layout::new(&config.state_directory, &config.run_directory);
         layout.make()?;
         Ok(Self {
-            templates: Arc::new(Templates::new(config.vmm.clone(), layout.clone(), config.spawns_max)),
+            templates: Arc::new(Templates::new(
+                config.vmm.clone(),
+                layout.clone(),
+                config.spawns_max,
+            )),
             layout,
             vmm: config.vmm.clone(),
             cgroups: Cgroups::detect(config.cgroup, &config.run_directory),
@@ -172,7 +176,8 @@ impl Microvms {
             });
         }
         let read = |directory: &std::path::Path| {
-            layout::entries(directory).map_err(KindError::io(format!("read {}", directory.display())))
+            layout::entries(directory)
+                .map_err(KindError::io(format!("read {}", directory.display())))
         };
         for name in read(&self.layout.templates_run())? {
             let Ok(name) = TemplateName::parse(&name) else { continue };

@@ -60,7 +60,9 @@ impl Templates {
     ) -> Result<SpawnReply, KindError> {
         let host = self.host(template);
         let _waiting = Waiting::enter(&host.waiting).ok_or_else(|| {
-            KindError::Busy(format!("{QUEUE_LENGTH_MAX} sandboxes of template {template} wait to be born"))
+            KindError::Busy(format!(
+                "{QUEUE_LENGTH_MAX} sandboxes of template {template} wait to be born"
+            ))
         })?;
         let Ok(_place) = host.places.acquire().await else {
             return Err(KindError::Busy("the node is stopping".to_owned()));
@@ -68,7 +70,10 @@ impl Templates {
         let request = SpawnRequest {
             id: id.to_string(),
             directory: self.layout.sandbox_run(id),
-            disks: BTreeMap::from([("disk".to_owned(), self.layout.sandbox_state(id).join("disk"))]),
+            disks: BTreeMap::from([(
+                "disk".to_owned(),
+                self.layout.sandbox_state(id).join("disk"),
+            )]),
         };
         let socket = self.socket(template);
         let verb = TemplateVerb::Spawn(request);
@@ -154,7 +159,8 @@ impl Templates {
     async fn start(&self, template: &TemplateName) -> Result<TemplateStatus, KindError> {
         let run = self.layout.template_run(template);
         let socket = self.socket(template);
-        std::fs::create_dir_all(&run).map_err(KindError::io("make the template's run directory"))?;
+        std::fs::create_dir_all(&run)
+            .map_err(KindError::io("make the template's run directory"))?;
         let _ = std::fs::remove_file(&socket);
         let log_path = run.join("vmm.log");
         let log = std::fs::File::create(&log_path)

@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use warren_tests::{Census, TestNode};
+use warren_tests::TestNode;
 
 use crate::quantile::rounded;
 
@@ -33,8 +33,6 @@ pub fn run(count: u32) {
     let begin = Instant::now();
     std::thread::sleep(WATCH);
     let cpu = (cpu_ms(&processes) - cpu) / begin.elapsed().as_secs_f64();
-    let census = Census::of(node.daemon(), &[], &sandboxes);
-    eprintln!("{census:?}");
     drop(first);
 
     let n = f64::from(count);

@@ -127,10 +127,10 @@ impl Allocation {
                 };
                 self.blocks += CHUNK_BLOCKS - before;
             } else {
-                let chunk = self.chunks.entry(index).or_insert_with(|| Chunk::Some {
-                    bits: Box::new([0; CHUNK_WORDS]),
-                    blocks: 0,
-                });
+                let chunk = self
+                    .chunks
+                    .entry(index)
+                    .or_insert_with(|| Chunk::Some { bits: Box::new([0; CHUNK_WORDS]), blocks: 0 });
                 self.blocks += chunk.set(start..start + count);
             }
             block += count;
@@ -191,8 +191,10 @@ mod tests {
     const BLOCKS: u64 = 3 * CHUNK_BLOCKS + 17;
 
     fn ranges() -> impl Strategy<Value = Vec<Range<u64>>> {
-        let small = (0..BLOCKS, 1..200u64).prop_map(|(start, len)| start..(start + len).min(BLOCKS));
-        let large = (0..BLOCKS, 1..BLOCKS).prop_map(|(start, len)| start..(start + len).min(BLOCKS));
+        let small =
+            (0..BLOCKS, 1..200u64).prop_map(|(start, len)| start..(start + len).min(BLOCKS));
+        let large =
+            (0..BLOCKS, 1..BLOCKS).prop_map(|(start, len)| start..(start + len).min(BLOCKS));
         proptest::collection::vec(prop_oneof![4 => small, 1 => large], 0..24)
     }
 

@@ -22,9 +22,7 @@ use super::{
     BLOCK_BYTES, BlockError, BlockMetrics, ID_BYTES, QUEUE_SIZE, RANGE_SECTORS_MAX, RANGES_MAX,
     SECTOR_BYTES, SEGMENTS_MAX, persist,
 };
-use crate::device::{
-    DeviceContext, EventRegistry, Outcome, Readiness, VirtioDevice, copy_config,
-};
+use crate::device::{DeviceContext, EventRegistry, Outcome, Readiness, VirtioDevice, copy_config};
 use crate::queue::{Chain, Drained, Segments, Step, drain, push, wants_interrupt};
 
 /// Token of the ring.
@@ -191,16 +189,14 @@ impl BlockDevice {
         for round in 1.. {
             let drained = service.serve(queue, context.memory, chain);
             outcome.failed |= drained.failed;
-            let submitted =
-                service.engine.submit(context.events, RING_TOKEN, &mut service.metrics);
+            let submitted = service.engine.submit(context.events, RING_TOKEN, &mut service.metrics);
             service.engine.reap();
             let ended = service.settle(queue, context.memory, &mut outcome);
             let stuck = submitted.is_err();
             // A request that was held waits for a transfer to end; if none did, the
             // ring's descriptor will tell.
-            let more = drained.unfinished
-                || (drained.held && ended > 0)
-                || service.engine.can_submit();
+            let more =
+                drained.unfinished || (drained.held && ended > 0) || service.engine.can_submit();
             if outcome.failed || !(more || stuck) {
                 break;
             }
@@ -226,8 +222,9 @@ impl VirtioDevice for BlockDevice {
     }
 
     fn features(&self) -> u64 {
-        let common =
-            (1 << VIRTIO_BLK_F_SEG_MAX) | (1 << VIRTIO_BLK_F_BLK_SIZE) | (1 << VIRTIO_BLK_F_TOPOLOGY);
+        let common = (1 << VIRTIO_BLK_F_SEG_MAX)
+            | (1 << VIRTIO_BLK_F_BLK_SIZE)
+            | (1 << VIRTIO_BLK_F_TOPOLOGY);
         common
             | match self.service.disk.writable() {
                 Writable::No => 1 << VIRTIO_BLK_F_RO,
@@ -550,10 +547,7 @@ impl Service {
     /// The file a write to `range` goes to, and the blocks it allocates there.
     /// Blocks written in part are completed from the base first. `None` if the
     /// disk takes no writes.
-    fn write_target(
-        &mut self,
-        range: &Range<u64>,
-    ) -> io::Result<Option<(Arc<File>, Range<u64>)>> {
+    fn write_target(&mut self, range: &Range<u64>) -> io::Result<Option<(Arc<File>, Range<u64>)>> {
         let disk = match &mut self.disk {
             Disk::ReadOnly(_) => return Ok(None),
             Disk::ReadWrite(image) => return Ok(Some((image.file().clone(), 0..0))),
@@ -635,7 +629,9 @@ impl Service {
             let result = match &mut self.disk {
                 Disk::ReadOnly(_) => return Status::Failed,
                 // A discard is a hint: a host that cannot follow it does no harm.
-                Disk::ReadWrite(image) => punch_hole(image.file(), range).or_else(unless_unsupported),
+                Disk::ReadWrite(image) => {
+                    punch_hole(image.file(), range).or_else(unless_unsupported)
+                }
                 Disk::CopyOnWrite(disk) => {
                     let whole = disk.whole_blocks(&range);
                     disk.zero_blocks(whole)

@@ -164,9 +164,7 @@ impl CopyOnWriteDisk {
         }
         let base_end = self.base.bytes();
         match range.start < base_end {
-            true => {
-                Ok((Source::File(self.base.file().clone()), end.min(base_end) - range.start))
-            }
+            true => Ok((Source::File(self.base.file().clone()), end.min(base_end) - range.start)),
             false => Ok((Source::Zero, end - range.start)),
         }
     }

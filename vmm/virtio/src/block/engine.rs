@@ -353,9 +353,7 @@ fn perform(mut transfer: Transfer) -> Completion {
         let moved = match transfer.operation {
             Operation::Read => sys::read_at(file, &transfer.vectors, transfer.offset),
             Operation::Write => sys::write_at(file, &transfer.vectors, transfer.offset),
-            Operation::Flush => {
-                rustix::fs::fdatasync(file).map(|()| 0).map_err(io::Error::from)
-            }
+            Operation::Flush => rustix::fs::fdatasync(file).map(|()| 0).map_err(io::Error::from),
         };
         match moved {
             Ok(bytes) => match progress(&mut transfer, bytes) {
@@ -395,14 +393,10 @@ fn entry(transfer: &Transfer) -> squeue::Entry {
     let file = types::Fd(transfer.file.as_raw_fd());
     let (vectors, count) = sys::raw(&transfer.vectors);
     match transfer.operation {
-        Operation::Read => {
-            opcode::Readv::new(file, vectors, count).offset(transfer.offset).build()
-        }
+        Operation::Read => opcode::Readv::new(file, vectors, count).offset(transfer.offset).build(),
         Operation::Write => {
             opcode::Writev::new(file, vectors, count).offset(transfer.offset).build()
         }
-        Operation::Flush => {
-            opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build()
-        }
+        Operation::Flush => opcode::Fsync::new(file).flags(types::FsyncFlags::DATASYNC).build(),
     }
 }

@@ -35,9 +35,11 @@ pub fn save(disk: &Disk) -> (u16, Vec<u8>) {
 pub fn restore(config: DiskConfig, version: u16, bytes: &[u8]) -> Result<Disk, BlockError> {
     let state: BlockState = decode(DEVICE, VERSION, version, bytes)?;
     let blocks = state.sectors.saturating_mul(SECTOR_BYTES).div_ceil(BLOCK_BYTES);
-    let allocation = Allocation::from_runs(&state.allocated, blocks).ok_or(
-        StateError::Invalid { device: DEVICE, reason: "allocation map goes beyond the disk" },
-    )?;
+    let allocation =
+        Allocation::from_runs(&state.allocated, blocks).ok_or(StateError::Invalid {
+            device: DEVICE,
+            reason: "allocation map goes beyond the disk",
+        })?;
     let has_delta = matches!(config, DiskConfig::CopyOnWrite { .. });
     if !has_delta && !allocation.is_empty() {
         let reason = "blocks of a delta, but the disk has none";

@@ -65,7 +65,12 @@ impl Fixture {
 }
 
 fn config(disk: DiskConfig) -> BlockConfig {
-    BlockConfig { name: "block-test".into(), id: "warren".into(), disk, flush: FlushPolicy::Durable }
+    BlockConfig {
+        name: "block-test".into(),
+        id: "warren".into(),
+        disk,
+        flush: FlushPolicy::Durable,
+    }
 }
 
 fn header(kind: u32, sector: u64) -> Vec<u8> {
@@ -374,8 +379,7 @@ fn cow_state_comes_back_with_its_delta() {
 #[test]
 fn template_disk_becomes_the_base_of_clones() {
     let fixture = Fixture::new(DISK_BYTES);
-    let mut template =
-        fixture.boot(DiskConfig::ReadWrite(fixture.open(ImageAccess::ReadWrite)));
+    let mut template = fixture.boot(DiskConfig::ReadWrite(fixture.open(ImageAccess::ReadWrite)));
     assert_eq!(template.request(OUT, 0, &pattern(4096, 8), 0).0, OK);
     let mut clones: Vec<Machine> = (0..3)
         .map(|number| {
@@ -591,12 +595,18 @@ fn hostile_states_are_refused() {
     assert!(matches!(restore(2, &bytes), Err(BlockError::State(StateError::Version { .. }))));
     assert!(matches!(restore(version, &[]), Err(BlockError::State(StateError::Decode { .. }))));
     let longer = [bytes.clone(), vec![0]].concat();
-    assert!(matches!(restore(version, &longer), Err(BlockError::State(StateError::Trailing { .. }))));
+    assert!(matches!(
+        restore(version, &longer),
+        Err(BlockError::State(StateError::Trailing { .. }))
+    ));
     let sectors = u64::try_from(DISK_BYTES / 512).unwrap();
     let encode = |sectors: u64, runs: &[(u64, u64)]| crate::persist::encode(&(sectors, runs));
     assert!(restore(version, &encode(sectors, &[(0, 64)])).is_ok());
     let beyond = encode(sectors, &[(60, 5)]);
-    assert!(matches!(restore(version, &beyond), Err(BlockError::State(StateError::Invalid { .. }))));
+    assert!(matches!(
+        restore(version, &beyond),
+        Err(BlockError::State(StateError::Invalid { .. }))
+    ));
     let smaller = encode(sectors - 8, &[]);
     assert!(matches!(restore(version, &smaller), Err(BlockError::SizeChanged { .. })));
     let disk = DiskConfig::ReadOnly(fixture.open(ImageAccess::ReadOnly));
@@ -617,9 +627,10 @@ enum Act {
 const MODEL_SECTORS: usize = 101;
 
 fn act() -> impl Strategy<Value = Act> {
-    let part = || (0..MODEL_SECTORS, 1..24usize).prop_map(|(start, len)| {
-        (start, len.min(MODEL_SECTORS - start))
-    });
+    let part = || {
+        (0..MODEL_SECTORS, 1..24usize)
+            .prop_map(|(start, len)| (start, len.min(MODEL_SECTORS - start)))
+    };
     prop_oneof![
         3 => part().prop_map(|(start, len)| Act::Read(start, len)),
         4 => part().prop_map(|(start, len)| Act::Write(start, len)),
@@ -682,4 +693,73 @@ proptest! {
         prop_assert_eq!(&bytes, &fixture.image);
         prop_assert_eq!(machine.read_disk(0, model.len()), model);
     }
+}
+
+/// Prints what the brief figures of the documentation are made of.
+#[test]
+#[ignore = "a measurement, for a quiet machine"]
+fn measure_rings_and_restores() {
+    let available = || -> i64 {
+        let text = std::fs::read_to_string("/proc/meminfo").unwrap();
+        let line = text.lines().find(|line| line.starts_with("MemAvailable")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse().unwrap()
+    };
+    for entries in [16u32, 64, 128] {
+        let before = available();
+        let rings: Vec<_> = (0..500)
+            .map(|_| {
+                io_uring::IoUring::<io_uring::squeue::Entry>::builder()
+                    .dontfork()
+                    .build(entries)
+                    .unwrap()
+            })
+            .collect();
+        println!("ring of {entries}: {} KiB", (before - available()) / 500);
+        drop(rings);
+        std::thread::sleep(Duration::from_millis(500));
+    }
+
+    let fixture = Fixture::new(DISK_BYTES);
+    let mut machine = fixture.boot(fixture.cow());
+    machine.transport.quiesce();
+    let (version, bytes) = machine.transport.save_device();
+    let state = machine.transport.save();
+    let image = fixture.open(ImageAccess::ReadOnly);
+    let count: u32 = 10_000;
+    let begun = std::time::Instant::now();
+    for _ in 0..count {
+        let (base, delta) = (image.clone(), fixture.path("delta"));
+        let disk = DiskConfig::CopyOnWrite { base, delta, bytes: None };
+        let device = BlockDevice::restore(config(disk), version, &bytes).unwrap();
+        let transport = crate::transport::MmioTransport::restore(
+            Box::new(device),
+            machine.memory.clone(),
+            machine.interrupt.clone(),
+            machine.events.clone(),
+            &state,
+        );
+        drop(transport.unwrap());
+    }
+    println!("block restore and drop: {:?}", begun.elapsed() / count);
+
+    let (mut reads, begun) = (0u32, std::time::Instant::now());
+    let (read, _) = machine.buffer_of(&header(IN, 0));
+    let (write, _) = machine.buffer_of(&header(OUT, 0));
+    let data = machine.buffer(8192);
+    while reads < count {
+        let status = GuestAddress(data.0 + 4096);
+        machine.queues[0].add(&[(read, 16)], &[(data, 4096), (status, 1)]);
+        machine.notify(0);
+        machine.queues[0].take_used().unwrap();
+        reads += 1;
+    }
+    println!("read of 4 KiB from the page cache: {:?}", begun.elapsed() / count);
+    let begun = std::time::Instant::now();
+    for _ in 0..count {
+        let status = GuestAddress(data.0 + 4096);
+        machine.queues[0].add(&[(write, 16), (data, 4096)], &[(status, 1)]);
+        machine.notify(0);
+        machine.run_until(|machine| machine.queues[0].take_used().is_some());
+    }
+    println!("write of 4 KiB through the ring: {:?}", begun.elapsed() / count);
 }

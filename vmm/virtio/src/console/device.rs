@@ -4,9 +4,7 @@ use std::io;
 
 use virtio_bindings::virtio_ids::VIRTIO_ID_CONSOLE;
 
-use super::{
-    ConsoleMetrics, INPUT_BYTES_MAX, OUTPUT_BYTES_MAX, QUEUE_SIZE, persist,
-};
+use super::{ConsoleMetrics, INPUT_BYTES_MAX, OUTPUT_BYTES_MAX, QUEUE_SIZE, persist};
 use crate::device::{DeviceContext, EventRegistry, Outcome, VirtioDevice};
 use crate::persist::StateError;
 use crate::queue::{Chain, Step, drain, to_u64, wants_interrupt};

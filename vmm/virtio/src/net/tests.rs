@@ -254,9 +254,9 @@ fn unfit_receive_buffer_fails_the_device() {
 fn restored_card_keeps_its_address_and_works() {
     let Some(mut cable) = Cable::plug(MERGEABLE) else { return };
     let other = NetConfig { mac: [2, 9, 9, 9, 9, 9], ..config("test1") };
-    let mut copy = cable.machine.clone_with(|version, bytes| {
-        NetDevice::restore(other, version, bytes).unwrap()
-    });
+    let mut copy = cable
+        .machine
+        .clone_with(|version, bytes| NetDevice::restore(other, version, bytes).unwrap());
     assert_eq!(copy.read(0x100), u32::from_le_bytes([2, 0, 0, 0]));
     assert_eq!(metric(&copy, "tap_failures"), 0);
     let copy = Cable { machine: copy, socket: raw_socket("test1").unwrap(), receive: Vec::new() };

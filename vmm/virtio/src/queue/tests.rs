@@ -32,8 +32,12 @@ fn raw() -> impl Strategy<Value = Raw> {
         4 => Just(NEXT), 3 => Just(WRITE), 4 => Just(WRITE | NEXT), 2 => Just(0),
         2 => Just(INDIRECT), 1 => 0..16u16,
     ];
-    (address, len, flags, 0..SIZE + 2)
-        .prop_map(|(address, len, flags, next)| Raw { address, len, flags, next })
+    (address, len, flags, 0..SIZE + 2).prop_map(|(address, len, flags, next)| Raw {
+        address,
+        len,
+        flags,
+        next,
+    })
 }
 
 /// The segments of a chain, or `None` if any rule is broken.

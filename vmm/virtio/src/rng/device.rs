@@ -6,9 +6,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 use vm_memory::GuestMemoryMmap;
 
-use super::{
-    BURST_BYTES, BYTES_PER_SECOND, QUEUE_SIZE, REQUEST_BYTES_MAX, RngMetrics, persist,
-};
+use super::{BURST_BYTES, BYTES_PER_SECOND, QUEUE_SIZE, REQUEST_BYTES_MAX, RngMetrics, persist};
 use crate::device::{DeviceContext, EventRegistry, Outcome, Readiness, VirtioDevice};
 use crate::persist::StateError;
 use crate::queue::{Chain, Segments, Step, drain, to_u64, wants_interrupt};

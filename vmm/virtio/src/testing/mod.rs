@@ -67,13 +67,9 @@ impl Machine {
         let interrupt = Arc::new(CountingInterrupt::default());
         let events = Arc::new(PollLoop::new());
         let sizes = device.queue_sizes().to_vec();
-        let transport = MmioTransport::new(
-            Box::new(device),
-            memory.clone(),
-            interrupt.clone(),
-            events.clone(),
-        )
-        .unwrap();
+        let transport =
+            MmioTransport::new(Box::new(device), memory.clone(), interrupt.clone(), events.clone())
+                .unwrap();
         let queues = (0u64..)
             .zip(sizes)
             .map(|(index, size)| DriverQueue::new(&memory, QUEUES_BASE + index * 0x1_0000, size))
@@ -83,10 +79,7 @@ impl Machine {
 
     /// The same guest in a new process: memory and registers as saved, the device
     /// made anew by `restore` from its saved state.
-    pub fn clone_with<D: VirtioDevice>(
-        &mut self,
-        restore: impl FnOnce(u16, &[u8]) -> D,
-    ) -> Self {
+    pub fn clone_with<D: VirtioDevice>(&mut self, restore: impl FnOnce(u16, &[u8]) -> D) -> Self {
         self.transport.quiesce();
         let state = self.transport.save();
         let (version, bytes) = self.transport.save_device();

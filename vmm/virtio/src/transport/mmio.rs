@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use rustix::event::{EventfdFlags, eventfd};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -481,6 +482,7 @@ impl MmioTransport {
                 let features = self.driver_features;
                 let outcome = self.call(|device, context| device.activate(features, context));
                 self.settle(outcome, None);
+                self.look_at_queues();
                 WriteEffect::Activated
             }
             StatusChange::Accept => {
@@ -490,6 +492,22 @@ impl MmioTransport {
             StatusChange::Refuse => {
                 self.metrics.refused_accesses += 1;
                 WriteEffect::None
+            }
+        }
+    }
+
+    /// Serves buffers the driver made available before DRIVER_OK. Linux does so, and
+    /// notifies as early, for the balloon's statistics.
+    fn look_at_queues(&mut self) {
+        for index in 0..self.queues.len() {
+            let Some(queue) = self.queues.get(index) else { break };
+            let waiting = queue.ready()
+                && queue
+                    .avail_idx(&self.memory, Ordering::Acquire)
+                    .is_ok_and(|available| available.0 != queue.next_avail());
+            if waiting && self.status.running() {
+                let outcome = self.call(|device, context| device.notify(index, context));
+                self.settle(outcome, Some(index));
             }
         }
     }

@@ -69,8 +69,7 @@ impl VirtioDevice for Echo {
     fn notify(&mut self, index: usize, context: &mut DeviceContext<'_>) -> Outcome {
         let queue = &mut context.queues[index];
         let budget = if self.budget == 0 { 64 } else { self.budget };
-        let drained =
-            drain(queue, context.memory, &mut self.chain, budget, |_, _| Step::Used(1));
+        let drained = drain(queue, context.memory, &mut self.chain, budget, |_, _| Step::Used(1));
         Outcome {
             used_buffers: drained.completed && wants_interrupt(queue, context.memory),
             failed: drained.failed || self.fail,
@@ -247,6 +246,9 @@ fn notify_before_driver_ok_does_nothing() {
     assert_eq!(machine.transport.write(0x50, &[0; 4]), WriteEffect::None);
     assert!(machine.queues[0].take_used().is_none());
     assert_eq!(machine.transport.write(0x70, &[15, 0, 0, 0]), WriteEffect::Activated);
+    // What was there before is served now.
+    assert!(machine.queues[0].take_used().is_some());
+    machine.queues[0].add(&[], &[(buffer, 16)]);
     assert_eq!(machine.transport.write(0x70, &[15, 0, 0, 0]), WriteEffect::None);
     assert_eq!(calls.activations.load(Ordering::SeqCst), 1);
     assert_eq!(machine.transport.write(0x50, &[0; 4]), WriteEffect::Notified(0));

@@ -56,6 +56,21 @@ pub struct Owed {
     pub shutdown: bool,
 }
 
+impl Owed {
+    /// The packet to send before the others; a credit update if nothing else is owed.
+    pub fn first(self) -> PacketOperation {
+        if self.request {
+            PacketOperation::Request
+        } else if self.response {
+            PacketOperation::Response
+        } else if self.shutdown {
+            PacketOperation::Shutdown
+        } else {
+            PacketOperation::CreditUpdate
+        }
+    }
+}
+
 /// Guest data the host socket has not taken.
 #[derive(Debug, Default)]
 struct Backlog {
@@ -132,12 +147,7 @@ pub enum Delivery {
 
 impl Connection {
     /// A connection over `socket`, which is watched for `registered`.
-    pub fn new(
-        ports: Ports,
-        socket: OwnedFd,
-        phase: Phase,
-        registered: Option<Interest>,
-    ) -> Self {
+    pub fn new(ports: Ports, socket: OwnedFd, phase: Phase, registered: Option<Interest>) -> Self {
         Self {
             ports,
             phase,
@@ -308,7 +318,11 @@ impl Connection {
 
     /// Watches for what the connection waits for, and closes the socket of one
     /// that ends.
-    pub fn update_interest(&mut self, token: u32, events: &dyn EventRegistry) -> std::io::Result<()> {
+    pub fn update_interest(
+        &mut self,
+        token: u32,
+        events: &dyn EventRegistry,
+    ) -> std::io::Result<()> {
         let ending = matches!(self.phase, Phase::Ending(_)) || self.is_gone();
         let wanted = if ending { None } else { self.wanted_interest() };
         if wanted != self.registered

@@ -10,9 +10,7 @@ use super::persist::{self, VsockState};
 use super::{
     EVENT_QUEUE_SIZE, GUEST_CID, HOST_CID, PACKET_BYTES_MAX, QUEUE_SIZE, VsockError, VsockMetrics,
 };
-use crate::device::{
-    DeviceContext, EventRegistry, Outcome, Readiness, VirtioDevice, copy_config,
-};
+use crate::device::{DeviceContext, EventRegistry, Outcome, Readiness, VirtioDevice, copy_config};
 use crate::queue::{Chain, Step, drain, to_u64, wants_interrupt};
 
 const RECEIVE: usize = 0;

@@ -403,8 +403,7 @@ impl Mux {
                 }
             }
             PacketOperation::Reset => {
-                self.metrics.refused_by_guest +=
-                    u64::from(connection.phase == Phase::Requested);
+                self.metrics.refused_by_guest += u64::from(connection.phase == Phase::Requested);
                 connection.guest_reset();
                 true
             }
@@ -615,16 +614,7 @@ impl Mux {
         let Some(connection) = self.connections.get_mut(&token) else { return Turn::Done };
         let (operation, ending) = match connection.phase {
             Phase::Ending(farewell) => (farewell, true),
-            Phase::Requested | Phase::Open | Phase::Flushing => {
-                let owed = connection.owed;
-                let operation = match owed {
-                    _ if owed.request => PacketOperation::Request,
-                    _ if owed.response => PacketOperation::Response,
-                    _ if owed.shutdown => PacketOperation::Shutdown,
-                    _ => PacketOperation::CreditUpdate,
-                };
-                (operation, false)
-            }
+            Phase::Requested | Phase::Open | Phase::Flushing => (connection.owed.first(), false),
         };
         let flags = match operation {
             PacketOperation::Shutdown => connection.shutdown_flags(),

@@ -24,11 +24,7 @@ pub struct VsockState {
 
 impl Default for VsockState {
     fn default() -> Self {
-        Self {
-            guest_cid: GUEST_CID,
-            next_host_port: FIRST_HOST_PORT,
-            guest_has_connections: false,
-        }
+        Self { guest_cid: GUEST_CID, next_host_port: FIRST_HOST_PORT, guest_has_connections: false }
     }
 }
 

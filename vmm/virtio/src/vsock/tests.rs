@@ -134,7 +134,8 @@ impl Guest {
     }
 
     fn send(&mut self, to: &Peer, operation: PacketOperation, flags: u32, data: &[u8]) {
-        let header = Header { flags, len: u32::try_from(data.len()).unwrap(), ..to.header(operation) };
+        let header =
+            Header { flags, len: u32::try_from(data.len()).unwrap(), ..to.header(operation) };
         self.send_raw(header, data);
     }
 
@@ -618,7 +619,8 @@ fn packets_that_break_the_protocol_are_answered_with_resets() {
     guest.send_raw(datagram, &[]);
     guest.expect(PacketOperation::Reset);
     for (source_cid, destination_cid) in [(4, 2), (3, 3), (3, 1)] {
-        let header = Header { source_cid, destination_cid, ..stray.header(PacketOperation::Request) };
+        let header =
+            Header { source_cid, destination_cid, ..stray.header(PacketOperation::Request) };
         guest.send_raw(header, &[]);
     }
     let (_client, peer) = guest.connect(80);
@@ -902,4 +904,28 @@ proptest! {
         }
         prop_assert!(guest.machine.transport.running());
     }
+}
+
+/// Prints what a clone's vsock costs before anyone connects.
+#[test]
+#[ignore = "a measurement, for a quiet machine"]
+fn measure_restore() {
+    let mut guest = Guest::ready();
+    guest.machine.transport.quiesce();
+    let (version, bytes) = guest.machine.transport.save_device();
+    let state = guest.machine.transport.save();
+    let path = guest.directory.path().join("clone");
+    let (count, begun) = (5000u32, Instant::now());
+    for _ in 0..count {
+        let transport = crate::transport::MmioTransport::restore(
+            Box::new(restore(path.clone(), version, &bytes)),
+            guest.machine.memory.clone(),
+            guest.machine.interrupt.clone(),
+            guest.machine.events.clone(),
+            &state,
+        );
+        drop(transport.unwrap());
+    }
+    println!("vsock restore and drop: {:?}", begun.elapsed() / count);
+    println!("a connection: {} bytes", size_of::<connection::Connection>());
 }
