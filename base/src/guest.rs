@@ -5,9 +5,10 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 
-/// Blocks `signals` and `SIGPIPE` for this process, gives `SIGPIPE` its default
-/// action back (programs started later then need no repair), and returns a
-/// non-blocking descriptor from which `signals` are read.
+/// Blocks `signals` and `SIGPIPE` for this process, gives them their default
+/// actions back (whoever started us may have ignored some, and programs started
+/// later would inherit that), and returns a non-blocking descriptor from which
+/// `signals` are read.
 pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
     // SAFETY: `set` and `blocked` are live locals that the calls initialise;
     // SIG_DFL is a valid disposition; the descriptor returned by signalfd is
@@ -24,7 +25,9 @@ pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
         if libc::sigprocmask(libc::SIG_BLOCK, &raw const blocked, std::ptr::null_mut()) < 0 {
             return Err(io::Error::last_os_error());
         }
-        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        for signal in signals.iter().chain([&libc::SIGPIPE]) {
+            libc::signal(*signal, libc::SIG_DFL);
+        }
         let flags = libc::SFD_CLOEXEC | libc::SFD_NONBLOCK;
         owned(libc::signalfd(-1, &raw const set, flags))
     }

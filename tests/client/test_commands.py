@@ -55,7 +55,7 @@ def test_run_environment_directory_and_user(shared_sandbox):
     result = run(shared_sandbox, "echo $WORD; pwd; id -un; echo $HOME", envs={"WORD": "a b"}, cwd="/tmp")
     assert result.stdout == "a b\n/tmp\nuser\n/home/user\n"
     result = run(shared_sandbox, "pwd; id -un", user="root")
-    assert result.stdout == "/root\nroot\n" or result.stdout == "/home/user\nroot\n"
+    assert result.stdout.endswith("\nroot\n")
 
 
 def test_run_missing_directory_is_refused(shared_sandbox):
@@ -66,13 +66,12 @@ def test_run_missing_directory_is_refused(shared_sandbox):
 def test_run_with_a_job_in_the_background_returns(shared_sandbox):
     result = run(shared_sandbox, "sleep 4321 & echo started")
     assert result.stdout == "started\n"
-    run(shared_sandbox, "pkill -f 'sleep 4321' || kill $(pgrep -f 'sleep 4321')")
 
 
 def test_run_past_its_timeout_is_killed(shared_sandbox):
     with pytest.raises(TimeoutException):
         run(shared_sandbox, "sleep 1234 & sleep 1234", timeout=10)
-    left = run(shared_sandbox, "grep -lsa 'sleep.1234' /proc/[0-9]*/cmdline | wc -l")
+    left = run(shared_sandbox, "grep -lsa 'sleep.123[4]' /proc/[0-9]*/cmdline | wc -l")
     assert left.stdout.strip() == "0"
 
 

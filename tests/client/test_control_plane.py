@@ -281,7 +281,7 @@ async def test_twenty_sandboxes_at_once(node):
     async def use(index):
         sandbox = await AsyncSandbox.create(template=node.template, timeout=1800, request_timeout=300)
         try:
-            await sandbox.files.write("/tmp/own", str(index), request_timeout=300)
+            await sandbox.files.write("/tmp/own", f"{index}\n", request_timeout=300)
             result = await sandbox.commands.run("cat /tmp/own; hostname", timeout=300, request_timeout=300)
             return result.stdout.splitlines()[0], result.stdout.splitlines()[1], sandbox.sandbox_id
         finally:

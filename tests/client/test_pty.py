@@ -2,7 +2,8 @@
 
 import asyncio
 
-from e2b import PtySize
+import pytest
+from e2b import CommandExitException, PtySize
 
 SLOW = 300
 
@@ -31,6 +32,8 @@ def test_pty_resize_is_seen_by_the_shell(shared_sandbox):
 def test_pty_kill(shared_sandbox):
     terminal = shared_sandbox.pty.create(PtySize(cols=80, rows=24), timeout=SLOW)
     assert shared_sandbox.pty.kill(terminal.pid)
+    with pytest.raises(CommandExitException):
+        terminal.wait()
     assert not shared_sandbox.pty.kill(terminal.pid)
 
 

@@ -14,6 +14,7 @@ const PATIENCE: Duration = Duration::from_secs(180);
 pub struct Client {
     address: String,
     headers: Vec<(String, String)>,
+    patience: Duration,
 }
 
 /// An answer.
@@ -65,7 +66,14 @@ impl Client {
     /// A client of `host:port`.
     #[must_use]
     pub fn new(address: impl Into<String>) -> Self {
-        Self { address: address.into(), headers: Vec::new() }
+        Self { address: address.into(), headers: Vec::new(), patience: PATIENCE }
+    }
+
+    /// Waits this long for each piece of an answer.
+    #[must_use]
+    pub fn with_patience(mut self, patience: Duration) -> Self {
+        self.patience = patience;
+        self
     }
 
     /// With one more header in each request.
@@ -88,8 +96,8 @@ impl Client {
     ) -> std::io::Result<Reply> {
         let stream = TcpStream::connect(&self.address)?;
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
+        stream.set_read_timeout(Some(self.patience))?;
+        stream.set_write_timeout(Some(self.patience))?;
         let mut head = format!("{method} {path} HTTP/1.1\r\nhost: {}\r\n", self.address);
         let own = self.headers.iter().map(|(name, value)| (name.as_str(), value.as_str()));
         for (name, value) in own.chain(headers.iter().copied()) {

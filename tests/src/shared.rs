@@ -8,6 +8,7 @@ use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::FlockOperation;
 use serde_json::{Value, json};
@@ -16,6 +17,8 @@ use crate::artifacts::{Artifacts, cache};
 use crate::node::{NodeOptions, TEMPLATE, TestNode};
 
 const FOLDER: &str = "test-state";
+/// A guest under an emulating KVM boots and warms up slowly.
+const BUILD_PATIENCE: Duration = Duration::from_secs(1800);
 
 /// Copies the shared state to `target`, building it first if need be.
 pub(crate) fn copy_to(artifacts: &Artifacts, target: &Path) {
@@ -52,7 +55,7 @@ fn remove_others(folder: &Path) {
 
 fn build(artifacts: &Artifacts, target: &Path) {
     let partial = target.with_extension("partial");
-    eprintln!("building the template that all tests share");
+    eprintln!("building the template that all tests share; this takes some minutes");
     let mut node = TestNode::with(NodeOptions {
         state: Some(partial.clone()),
         without_template: true,
@@ -73,7 +76,7 @@ pub(crate) fn build_template(node: &TestNode, name: &str, rootfs: &Path, more: &
     if let (Some(body), Some(more)) = (body.as_object_mut(), more.as_object()) {
         body.extend(more.clone());
     }
-    let reply = node.api().post("/v1/templates", &body);
+    let reply = node.api().clone().with_patience(BUILD_PATIENCE).post("/v1/templates", &body);
     let text = reply.text();
     eprintln!("{text}");
     assert!(reply.status < 300 && !text.contains("\"error\""), "build of template {name}: {text}");

@@ -48,6 +48,14 @@ struct Kept {
     chunk: Chunk,
     /// Cost of all chunks before this one, from the beginning.
     start: u64,
+    /// Bytes of all chunks before this one, from the beginning.
+    start_bytes: u64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Reader {
+    next: u64,
+    missed_bytes: u64,
 }
 
 /// A reader's place.
@@ -59,7 +67,8 @@ pub struct OutputLog {
     chunks: VecDeque<Kept>,
     first: u64,
     end_cost: u64,
-    readers: Vec<Option<u64>>,
+    end_bytes: u64,
+    readers: Vec<Option<Reader>>,
     /// Number of the first chunk that no reader has taken.
     unseen: u64,
     dropped_bytes: u64,
@@ -76,39 +85,48 @@ impl OutputLog {
 
     /// Adds output.
     pub fn push(&mut self, channel: Channel, bytes: Bytes) {
-        let cost = cost(&bytes);
-        self.chunks.push_back(Kept { chunk: Chunk { channel, bytes }, start: self.end_cost });
+        let (cost, length) = (cost(&bytes), length(&bytes));
+        self.chunks.push_back(Kept {
+            chunk: Chunk { channel, bytes },
+            start: self.end_cost,
+            start_bytes: self.end_bytes,
+        });
         self.end_cost += cost;
+        self.end_bytes += length;
         self.trim();
     }
 
     /// A new reader, which begins with what nobody has seen.
     pub fn attach(&mut self) -> ReaderId {
-        self.attach_at(self.unseen.max(self.first))
+        self.attach_at(Reader {
+            next: self.unseen.max(self.first),
+            missed_bytes: self.dropped_bytes,
+        })
     }
 
     /// A new reader, which begins with the oldest output that is kept.
     pub fn attach_replaying(&mut self) -> ReaderId {
-        self.attach_at(self.first)
+        let missed_bytes = self.chunks.front().map_or(self.end_bytes, |kept| kept.start_bytes);
+        self.attach_at(Reader { next: self.first, missed_bytes })
     }
 
-    fn attach_at(&mut self, next: u64) -> ReaderId {
+    fn attach_at(&mut self, reader: Reader) -> ReaderId {
         let free = self.readers.iter().position(Option::is_none);
         let index = free.unwrap_or_else(|| {
             self.readers.push(None);
             self.readers.len() - 1
         });
-        self.readers[index] = Some(next);
+        self.readers[index] = Some(reader);
         ReaderId(index)
     }
 
     /// The reader's next chunk.
     pub fn take(&mut self, reader: &ReaderId) -> Option<Chunk> {
-        let next = self.readers[reader.0].expect("a reader is attached until it is detached");
-        let index = usize::try_from(next - self.first).expect("the log is small");
+        let place = self.readers[reader.0].as_mut().expect("attached until it is detached");
+        let index = usize::try_from(place.next - self.first).expect("the log is small");
         let chunk = self.chunks.get(index)?.chunk.clone();
-        self.readers[reader.0] = Some(next + 1);
-        self.unseen = self.unseen.max(next + 1);
+        place.next += 1;
+        self.unseen = self.unseen.max(place.next);
         self.trim();
         Some(chunk)
     }
@@ -119,7 +137,14 @@ impl OutputLog {
         self.trim();
     }
 
+    /// Bytes that this reader would have been given and that were dropped
+    /// before it came.
+    pub fn missed_bytes(&self, reader: &ReaderId) -> u64 {
+        self.readers[reader.0].map_or(0, |reader| reader.missed_bytes)
+    }
+
     /// Bytes of output that nobody saw and nobody will.
+    #[cfg(test)]
     pub fn dropped_bytes(&self) -> u64 {
         self.dropped_bytes
     }
@@ -150,7 +175,7 @@ impl OutputLog {
     }
 
     fn slowest(&self) -> Option<u64> {
-        self.readers.iter().flatten().min().copied()
+        self.readers.iter().flatten().map(|reader| reader.next).min()
     }
 
     fn cost_before(&self, number: u64) -> u64 {
@@ -202,7 +227,7 @@ mod tests {
         while let Some(chunk) = log.take(&reader) {
             seen += length(&chunk.bytes);
         }
-        assert_eq!(seen + log.dropped_bytes(), 1_000_000);
+        assert_eq!(seen + log.missed_bytes(&reader), 1_000_000);
     }
 
     #[test]

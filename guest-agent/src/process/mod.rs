@@ -114,8 +114,11 @@ impl Processes {
         options: CallOptions,
     ) -> Result<EventStream, ConnectError> {
         let process = self.table.find_or_ended(&message.process)?;
-        let replay =
-            if message.replay { stream::Replay::Retained } else { stream::Replay::Missed };
+        // After the end nothing new comes: what is kept is all there is to tell.
+        let replay = match message.replay || process.end().is_some() {
+            true => stream::Replay::Retained,
+            false => stream::Replay::Missed,
+        };
         Ok(EventStream::new(process, Ending::OfRequest, options, replay))
     }
 

@@ -94,8 +94,8 @@ impl EventStream {
             return Poll::Ready(Some(if late {
                 connect::last_frame(Some(&out_of_time()))
             } else {
-                let mut frames =
-                    end_event_frame(status, self.process.log.borrow().dropped_bytes()).to_vec();
+                let missed_bytes = self.process.log.borrow().missed_bytes(&self.reader);
+                let mut frames = end_event_frame(status, missed_bytes).to_vec();
                 frames.extend_from_slice(&connect::end_frame());
                 frames.into()
             }));
@@ -169,8 +169,8 @@ fn data_frame(chunk: &Chunk) -> Bytes {
     })
 }
 
-/// The end event. Bytes that nobody saw are told in `warren.droppedBytes`; a
-/// client that does not know the field passes it over.
+/// The end event. Output that was dropped before this client came is told in
+/// `warren.droppedBytes`; a client that does not know the field passes it over.
 fn end_event_frame(status: WaitStatus, dropped_bytes: u64) -> Bytes {
     let mut end = match status.exit_status() {
         Some(code) => serde_json::json!({

@@ -7,6 +7,7 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use serde_json::json;
 
+use crate::agent::AgentError;
 use crate::error::chain;
 use crate::kinds::{Blame, BuildError, KindError};
 use crate::sandboxes::{CreateError, DeadlineError};
@@ -106,8 +107,14 @@ impl From<CreateError> for ApiError {
             CreateError::Birth { cleanup, .. } | CreateError::Store { cleanup, .. } => {
                 (Self::internal(&error), cleanup.as_ref())
             }
-            CreateError::Init { cleanup, console, .. } => {
-                let mut reply = Self::internal(&error);
+            CreateError::Init { source, cleanup, console } => {
+                let mut reply = match source {
+                    // A node under load may have more time later.
+                    AgentError::Timeout { .. } => {
+                        Self::new(StatusCode::GATEWAY_TIMEOUT, chain(&error))
+                    }
+                    _ => Self::internal(&error),
+                };
                 if let Some(line) = console.lines().rfind(|line| !line.trim().is_empty()) {
                     reply.message = format!("{}; last line of the console: {line}", reply.message);
                 }

@@ -39,7 +39,7 @@ use crate::metrics::Metrics;
 use crate::store::{Change, SandboxRecord, Store, StoreError};
 
 /// See [`births_max`].
-const BIRTHS_PER_PROCESSOR: usize = 4;
+const BIRTHS_PER_PROCESSOR: usize = 2;
 /// `/proc/meminfo` is read at most this often.
 const MEMORY_FRESH_FOR: Duration = Duration::from_millis(100);
 
@@ -236,7 +236,8 @@ impl Sandboxes {
     }
 }
 
-/// More births at once than processors help only while one waits for a disk.
+/// A birth takes a processor for a while; more at once than there are processors help
+/// only while some wait, and guests that share one too thinly get nowhere.
 fn births_max() -> usize {
     BIRTHS_PER_PROCESSOR * std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }

@@ -23,6 +23,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [HERE] + [place for place in sys.path if os.path.abspath(place or ".") != HERE]
 
 import warren_cell  # noqa: E402
+import warren_chart  # noqa: E402, F401
 import warren_display  # noqa: E402
 import warren_inline  # noqa: E402
 

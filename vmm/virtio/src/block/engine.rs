@@ -195,15 +195,12 @@ impl Engine {
             self.route = make_ring(events, token);
             metrics.rings += u64::from(matches!(self.route, Route::Ring(_)));
         }
-        let Self { route, slots, waiting, in_flight, completions, .. } = self;
-        let Route::Ring(ring) = route else {
-            for index in std::mem::take(waiting) {
-                if let Some(slot) = slots.get_mut(index).and_then(Option::take) {
-                    completions.push(perform(slot.transfer));
-                }
-            }
+        if matches!(self.route, Route::Direct) {
+            self.perform_waiting();
             return Ok(());
-        };
+        }
+        let Self { route, slots, waiting, in_flight, .. } = self;
+        let Route::Ring(ring) = route else { return Ok(()) };
         while *in_flight < usize::from(TRANSFERS_MAX) {
             let Some(index) = waiting.pop_front() else { break };
             let Some(Some(slot)) = slots.get(index) else { continue };
@@ -218,7 +215,29 @@ impl Engine {
             *in_flight += 1;
             metrics.ring_transfers += 1;
         }
-        submit_all(ring)
+        let Err(error) = submit_all(ring) else { return Ok(()) };
+        let refused = !matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY));
+        // Nothing of the ring was taken by the kernel: it can be done without.
+        if refused && ring.submission().len() == *in_flight {
+            let _ = events.remove(ring.as_fd());
+            self.route = Route::Direct;
+            self.in_flight = 0;
+            self.waiting = (0..self.slots.len())
+                .filter(|at| matches!(self.slots.get(*at), Some(Some(_))))
+                .collect();
+            self.perform_waiting();
+            return Ok(());
+        }
+        Err(error)
+    }
+
+    /// Does the waiting transfers in place.
+    fn perform_waiting(&mut self) {
+        for index in std::mem::take(&mut self.waiting) {
+            if let Some(slot) = self.slots.get_mut(index).and_then(Option::take) {
+                self.completions.push(perform(slot.transfer));
+            }
+        }
     }
 
     /// Collects what ended; [`Engine::completed`] then yields it.

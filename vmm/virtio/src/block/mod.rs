@@ -58,7 +58,7 @@ pub const TRANSFERS_MAX: u16 = 64;
 pub const REQUEST_BYTES_MAX: u64 = 16 << 20;
 
 /// Ranges in one discard or write-zeroes request.
-pub const RANGES_MAX: u32 = 16;
+pub const RANGES_MAX: u32 = 4;
 
 /// Sectors of one such range (256 MiB): bounds the time one request takes.
 pub const RANGE_SECTORS_MAX: u32 = 1 << 19;

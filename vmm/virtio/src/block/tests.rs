@@ -542,6 +542,22 @@ fn quiesce_ends_what_is_in_flight_and_lets_go_of_the_ring() {
 }
 
 #[test]
+fn host_that_refuses_rings_is_served_in_place() {
+    let fixture = Fixture::new(DISK_BYTES);
+    let mut machine = fixture.boot(fixture.cow());
+    let none = libc::rlimit { rlim_cur: 0, rlim_max: 8192 };
+    // The delta is open, and from here on the process gets no descriptor.
+    assert_eq!(machine.request(OUT, 0, &[1; 4096], 0).0, OK);
+    machine.transport.quiesce();
+    // SAFETY: `none` is a valid struct that outlives the call.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &none) }, 0);
+    assert_eq!(machine.request(OUT, 8, &[2; 4096], 0).0, OK);
+    assert_eq!(machine.request(FLUSH, 0, &[], 0).0, OK);
+    assert_eq!(machine.metric("rings"), 1);
+    assert_eq!(machine.read_disk(0, 8192), [[1; 4096], [2; 4096]].concat());
+}
+
+#[test]
 fn reset_waits_for_transfers_and_forgets_requests() {
     let fixture = Fixture::new(DISK_BYTES);
     let mut machine = fixture.boot(fixture.cow());
