@@ -281,7 +281,11 @@ mod tests {
         let null = File::open("/dev/null").unwrap();
         let result = Spawn {
             programs: &strings(&["/nonexistent/sh", program]),
-            arguments: &strings(&["sh", "-c", "echo $X; pwd; ps -o sid= -p $$ | tr -d ' '; echo $$"]),
+            arguments: &strings(&[
+                "sh",
+                "-c",
+                "echo $X; pwd; ps -o sid= -p $$ | tr -d ' '; echo $$",
+            ]),
             environment: &strings(&["X=y", "PATH=/usr/bin:/bin"]),
             directory,
             fallback_directory: None,

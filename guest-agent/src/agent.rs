@@ -79,7 +79,8 @@ impl Agent {
         });
         // Another scheme is not about users: proxies use this header too.
         let Some(text) = text else { return self.user(None) };
-        let decoded = STANDARD.decode(text[6..].trim()).ok().and_then(|b| String::from_utf8(b).ok());
+        let decoded =
+            STANDARD.decode(text[6..].trim()).ok().and_then(|b| String::from_utf8(b).ok());
         let decoded = decoded.ok_or_else(|| refuse("the Authorization header is malformed"))?;
         let name = decoded.split(':').next().unwrap_or_default();
         self.user(Some(name).filter(|name| !name.is_empty()))

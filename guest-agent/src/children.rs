@@ -59,7 +59,8 @@ pub struct Child {
 impl Child {
     /// Signals the child's process group. `false` when it has ended.
     pub fn signal_group(&self, signal: Signal) -> bool {
-        self.exit.status().is_none() && rustix::process::kill_process_group(self.pid, signal).is_ok()
+        self.exit.status().is_none()
+            && rustix::process::kill_process_group(self.pid, signal).is_ok()
     }
 }
 

@@ -57,11 +57,8 @@ impl Metrics {
         let busy = ticks.busy.saturating_sub(last.busy);
         // Exact below 2^53 ticks, which no boot reaches.
         #[allow(clippy::cast_precision_loss)]
-        let cpu_used_pct = if total == 0 {
-            0.0
-        } else {
-            (busy as f64 / total as f64 * 10_000.0).round() / 100.0
-        };
+        let cpu_used_pct =
+            if total == 0 { 0.0 } else { (busy as f64 / total as f64 * 10_000.0).round() / 100.0 };
         let ts = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
         Ok(Sample {
             ts,

@@ -42,7 +42,8 @@ pub fn run(options: Options) -> anyhow::Result<()> {
         rustix::process::set_child_subreaper(own).context("become the reaper of orphans")?;
     }
     let children = Children::new().context("take over signals")?;
-    let signal = runtime::run(serve(options, children.clone(), machine)).context("wait for events")??;
+    let signal =
+        runtime::run(serve(options, children.clone(), machine)).context("wait for events")??;
     boot::progress(format_args!("ending by {signal:?}"));
     if init {
         boot::end();

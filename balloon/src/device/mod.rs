@@ -21,7 +21,7 @@ pub use pages::{BalloonPages, PageReclaimer};
 pub use statistics::BalloonStatistics;
 
 /// Descriptors of each queue. Linux has one chain in flight on each.
-pub const QUEUE_SIZE: u16 = 16;
+pub const QUEUE_SIZE: u16 = 32;
 
 /// Chains of one queue served in one call: each may have the host give back 64 MiB.
 pub const CHAINS_MAX: usize = 4;

@@ -106,8 +106,11 @@ fn overlay_root() -> Result<(), MountError> {
     // The old root goes where the stage was and is let go of: the overlay
     // holds what it needs of it. /dev moves along.
     let new_dev = format!("{root}/dev");
-    rustix::mount::mount_move("/dev", &new_dev)
-        .map_err(|error| MountError::Mount { what: "/dev", place: new_dev, source: error.into() })?;
+    rustix::mount::mount_move("/dev", &new_dev).map_err(|error| MountError::Mount {
+        what: "/dev",
+        place: new_dev,
+        source: error.into(),
+    })?;
     let pivot = || -> io::Result<()> {
         rustix::process::chdir(&root)?;
         match rustix::process::pivot_root(".", ".") {
@@ -162,7 +165,10 @@ fn identity_files() {
     report("write /run/machine-id", std::fs::write(crate::init::MACHINE_ID, "uninitialized\n"));
     let link = "/etc/machine-id";
     let _ = std::fs::remove_file(link);
-    report("link /etc/machine-id", rustix_result(rustix::fs::symlink(crate::init::MACHINE_ID, link)));
+    report(
+        "link /etc/machine-id",
+        rustix_result(rustix::fs::symlink(crate::init::MACHINE_ID, link)),
+    );
     let kernel = crate::init::KERNEL_BOOT_ID;
     let copied = std::fs::read(kernel).and_then(|id| std::fs::write(crate::init::BOOT_ID, id));
     report("copy the boot id", copied);

@@ -1,11 +1,10 @@
 //! Envelopes: one byte of flags, four of length, then a JSON message.
 
 use bytes::{Bytes, BytesMut};
-use hyper::body::Incoming;
 use serde::Serialize;
 
 use super::{Code, ConnectError};
-use crate::http::next_chunk;
+use crate::http::RequestBody;
 
 const HEADER_BYTES: usize = 5;
 const FLAG_COMPRESSED: u8 = 1;
@@ -48,14 +47,14 @@ fn enveloped(flags: u8, capacity: usize, write: impl FnOnce(&mut Vec<u8>)) -> By
 
 /// Envelopes of a request's body.
 pub struct Envelopes {
-    body: Incoming,
+    body: RequestBody,
     buffer: BytesMut,
     limit: usize,
 }
 
 impl Envelopes {
     /// Reads from `body` messages of at most `limit` bytes.
-    pub fn new(body: Incoming, limit: usize) -> Self {
+    pub fn new(body: RequestBody, limit: usize) -> Self {
         Envelopes { body, buffer: BytesMut::new(), limit }
     }
 
@@ -76,7 +75,7 @@ impl Envelopes {
                     )),
                 };
             }
-            match next_chunk(&mut self.body).await {
+            match self.body.next().await {
                 Some(Ok(chunk)) => self.buffer.extend_from_slice(&chunk),
                 Some(Err(_)) => {
                     return Err(ConnectError::new(Code::Canceled, "the client went away"));

@@ -60,8 +60,8 @@ pub enum Form {
     Stream,
 }
 
-/// Checks that a request is in the form its method takes.
-pub fn check_form(headers: &HeaderMap, form: Form) -> Result<(), Reply> {
+/// The refusal of a request that is not in the form its method takes.
+pub fn wrong_form(headers: &HeaderMap, form: Form) -> Option<Reply> {
     let expected = match form {
         Form::Unary => "application/json",
         Form::Stream => "application/connect+json",
@@ -69,11 +69,11 @@ pub fn check_form(headers: &HeaderMap, form: Form) -> Result<(), Reply> {
     let kind = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or("");
     let kind = kind.split(';').next().unwrap_or_default().trim();
     if kind.eq_ignore_ascii_case(expected) {
-        return Ok(());
+        return None;
     }
     let mut reply = web::empty(StatusCode::UNSUPPORTED_MEDIA_TYPE);
     reply.headers_mut().insert("accept-post", HeaderValue::from_static(expected));
-    Err(reply)
+    Some(reply)
 }
 
 /// Decodes a message.
@@ -91,7 +91,7 @@ where
     R: Serialize,
     F: Future<Output = Result<R, ConnectError>>,
 {
-    if let Err(reply) = check_form(request.headers(), Form::Unary) {
+    if let Some(reply) = wrong_form(request.headers(), Form::Unary) {
         return reply;
     }
     let (parts, body) = request.into_parts();
@@ -116,7 +116,7 @@ where
 
 /// Takes the one message of a server-streaming call.
 pub async fn stream_request<T: DeserializeOwned>(
-    body: hyper::body::Incoming,
+    body: web::RequestBody,
 ) -> Result<T, ConnectError> {
     let mut envelopes = Envelopes::new(body, MESSAGE_BYTES_MAX);
     match envelopes.next().await? {
@@ -139,7 +139,7 @@ pub fn failed_stream(error: &ConnectError) -> Reply {
 }
 
 /// Reads the envelopes of a client stream.
-pub fn client_stream(body: hyper::body::Incoming) -> Envelopes {
+pub fn client_stream(body: web::RequestBody) -> Envelopes {
     Envelopes::new(body, MESSAGE_BYTES_MAX)
 }
 

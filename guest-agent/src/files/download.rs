@@ -111,7 +111,8 @@ struct FileStream {
 
 impl FileStream {
     fn read(&mut self) -> io::Result<Bytes> {
-        let limit = self.left.map_or(usize::MAX, |left| usize::try_from(left).unwrap_or(usize::MAX));
+        let limit =
+            self.left.map_or(usize::MAX, |left| usize::try_from(left).unwrap_or(usize::MAX));
         SCRATCH.with_borrow_mut(|scratch| {
             let room = limit.min(scratch.len());
             if room == 0 {

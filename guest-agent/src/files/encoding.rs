@@ -1,23 +1,17 @@
 //! Content codings: gzip and none.
 
 use std::io::Write;
-use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use flate2::write::MultiGzDecoder;
 use http::{HeaderMap, StatusCode, header};
-use hyper::body::Incoming;
 
 use super::FileError;
-use crate::http::next_chunk;
-use crate::runtime;
+use crate::http::RequestBody;
 
 /// Compressed bytes decoded at once. Gzip expands at most about 1030 times, so
 /// this bounds what one step can make out of them to some 4 MiB.
 const COMPRESSED_STEP_BYTES: usize = 4 * 1024;
-
-/// Longest time for the rest of a body that nobody wants.
-const DRAIN_LIMIT: Duration = Duration::from_secs(30);
 
 /// A coding of a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,14 +53,14 @@ pub fn wanted(headers: &HeaderMap) -> Result<Coding, FileError> {
 
 /// A request's body with its coding undone.
 pub struct PlainBody {
-    body: Incoming,
+    body: RequestBody,
     decoder: Option<MultiGzDecoder<Vec<u8>>>,
     pending: Bytes,
 }
 
 impl PlainBody {
     /// Reads `body` as it is.
-    pub fn new(body: Incoming) -> Self {
+    pub fn new(body: RequestBody) -> Self {
         PlainBody { body, decoder: None, pending: Bytes::new() }
     }
 
@@ -84,14 +78,6 @@ impl PlainBody {
         Ok(())
     }
 
-    /// Takes what is left and drops it: a client that is told of an error before
-    /// it has sent everything may never read the reply.
-    pub async fn drain(&mut self) {
-        let limit = runtime::sleep_until(Instant::now() + DRAIN_LIMIT);
-        let all = async { while let Some(Ok(_)) = next_chunk(&mut self.body).await {} };
-        runtime::either(all, limit).await;
-    }
-
     /// The next piece; `None` at the end.
     pub async fn next(&mut self) -> Result<Option<Bytes>, FileError> {
         let broken = |error: std::io::Error| {
@@ -99,7 +85,7 @@ impl PlainBody {
         };
         loop {
             if self.pending.is_empty() {
-                match next_chunk(&mut self.body).await {
+                match self.body.next().await {
                     Some(Ok(chunk)) => self.pending = chunk,
                     Some(Err(error)) => {
                         let message = format_args!("read the request body: {error}");

@@ -77,7 +77,9 @@ pub fn read(path: &Path) -> BTreeMap<String, String> {
 }
 
 /// Names of all attributes. Most files have none or few: a small buffer first.
-fn names(mut list: impl FnMut(&mut [u8]) -> rustix::io::Result<usize>) -> rustix::io::Result<Vec<u8>> {
+fn names(
+    mut list: impl FnMut(&mut [u8]) -> rustix::io::Result<usize>,
+) -> rustix::io::Result<Vec<u8>> {
     for size in [NAMES_BYTES_USUAL, NAMES_BYTES_MAX] {
         let mut buffer = vec![0; size];
         match list(&mut buffer) {

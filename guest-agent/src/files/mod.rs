@@ -80,11 +80,7 @@ pub async fn answer(agent: &Rc<Agent>, request: Request) -> Reply {
         Method::POST => {
             let (parts, body) = request.into_parts();
             let mut body = PlainBody::new(body);
-            let stored = upload(agent, &parts, &mut body).await;
-            if stored.is_err() {
-                body.drain().await;
-            }
-            stored
+            upload(agent, &parts, &mut body).await
         }
         _ => Err(FileError::new(StatusCode::METHOD_NOT_ALLOWED, "use GET or POST")),
     };

@@ -35,7 +35,9 @@ impl<'a> Multipart<'a> {
     pub fn new(content_type: &str, body: &'a mut PlainBody) -> Result<Self, FileError> {
         let boundary = parameter(content_type, "boundary")
             .filter(|boundary| (1..=BOUNDARY_BYTES_MAX).contains(&boundary.len()))
-            .ok_or_else(|| FileError::bad_request("the multipart boundary is missing or too long"))?;
+            .ok_or_else(|| {
+                FileError::bad_request("the multipart boundary is missing or too long")
+            })?;
         Ok(Multipart { body, parser: Parser::new(&boundary) })
     }
 

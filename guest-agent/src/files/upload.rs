@@ -43,9 +43,8 @@ pub async fn answer(
     let kind = kind.unwrap_or_default().to_owned();
     let media = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
     let workdir = agent.workdir();
-    let resolve = |path: &str| {
-        paths::resolve(path, user, workdir.as_deref()).map_err(FileError::bad_request)
-    };
+    let resolve =
+        |path: &str| paths::resolve(path, user, workdir.as_deref()).map_err(FileError::bad_request);
     body.decode(headers)?;
     let mut stored = Vec::new();
     if media == "application/octet-stream" {
@@ -78,9 +77,8 @@ pub async fn answer(
             stored.push(writer.finish(&metadata)?);
         }
     } else {
-        let message = format!(
-            "content type {kind:?} is not multipart/form-data or application/octet-stream"
-        );
+        let message =
+            format!("content type {kind:?} is not multipart/form-data or application/octet-stream");
         return Err(FileError::bad_request(message));
     }
     Ok(web::json(StatusCode::OK, &stored))

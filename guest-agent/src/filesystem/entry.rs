@@ -110,7 +110,9 @@ fn as_text<S: Serializer>(number: &u64, serializer: S) -> Result<S::Ok, S::Error
 fn timestamp(meta: &Metadata) -> String {
     let nanoseconds = i32::try_from(meta.mtime_nsec()).unwrap_or(0);
     // Times that protobuf cannot express become its beginning.
-    jiff::Timestamp::new(meta.mtime(), nanoseconds).unwrap_or(jiff::Timestamp::UNIX_EPOCH).to_string()
+    jiff::Timestamp::new(meta.mtime(), nanoseconds)
+        .unwrap_or(jiff::Timestamp::UNIX_EPOCH)
+        .to_string()
 }
 
 /// Type and permissions in the notation of envd's own language: a letter for

@@ -97,7 +97,7 @@ impl Filesystem {
     }
 
     async fn watch(&self, request: Request) -> Reply {
-        if let Err(reply) = connect::check_form(request.headers(), Form::Stream) {
+        if let Some(reply) = connect::wrong_form(request.headers(), Form::Stream) {
             return reply;
         }
         let (parts, body) = request.into_parts();

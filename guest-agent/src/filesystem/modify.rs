@@ -90,7 +90,8 @@ pub fn remove(path: &Path) -> Result<(), ConnectError> {
     };
     match removed {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other
-            .map_err(|error| ConnectError::from_io(&format!("remove '{}'", path.display()), &error)),
+        other => other.map_err(|error| {
+            ConnectError::from_io(&format!("remove '{}'", path.display()), &error)
+        }),
     }
 }

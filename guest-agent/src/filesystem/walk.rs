@@ -29,10 +29,8 @@ pub fn list(path: &Path, depth: u32, users: &Users) -> Result<Vec<Entry>, Connec
         // What vanishes while we walk is not an error of the walk.
         let Ok(meta) = std::fs::symlink_metadata(&place) else { continue };
         if entries.len() == ENTRIES_MAX {
-            let message = format!(
-                "'{}' has more than {ENTRIES_MAX} entries at this depth",
-                path.display()
-            );
+            let message =
+                format!("'{}' has more than {ENTRIES_MAX} entries at this depth", path.display());
             return Err(ConnectError::new(Code::ResourceExhausted, message));
         }
         entries.push(Entry::from_metadata(&place, &meta, users));

@@ -222,9 +222,10 @@ impl Watch {
             self.lost = true;
             return;
         }
-        let entry = self.entries_for.as_ref().and_then(|agent| {
-            Entry::of(&self.root.join(relative), &agent.users).ok()
-        });
+        let entry = self
+            .entries_for
+            .as_ref()
+            .and_then(|agent| Entry::of(&self.root.join(relative), &agent.users).ok());
         let name = match relative.as_os_str().is_empty() {
             true => ".".to_owned(),
             false => relative.to_string_lossy().into_owned(),

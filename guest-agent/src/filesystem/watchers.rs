@@ -22,8 +22,7 @@ use crate::runtime::{self, Sleep, Task};
 const WATCHES_MAX: usize = 100;
 
 /// File systems whose changes elsewhere are not told to us.
-const NETWORK_FILE_SYSTEMS: [i64; 5] =
-    [0x6969, 0xff53_4d42, 0x517b, 0xfe53_4d42, 0x6573_5546];
+const NETWORK_FILE_SYSTEMS: [i64; 5] = [0x6969, 0xff53_4d42, 0x517b, 0xfe53_4d42, 0x6573_5546];
 
 /// Watches in use.
 #[derive(Default)]

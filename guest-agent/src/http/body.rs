@@ -74,7 +74,9 @@ impl http_body::Body for Body {
             Body::Full(bytes) => {
                 SizeHint::with_exact(u64::try_from(bytes.len()).expect("lengths fit in 64 bits"))
             }
-            Body::Stream(stream) => stream.length().map_or_else(SizeHint::new, SizeHint::with_exact),
+            Body::Stream(stream) => {
+                stream.length().map_or_else(SizeHint::new, SizeHint::with_exact)
+            }
         }
     }
 }

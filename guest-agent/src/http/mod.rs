@@ -3,9 +3,11 @@
 
 mod body;
 mod query;
+mod request_body;
 
 pub use body::{Body, ChunkStream, Chunks};
 pub use query::{Query, percent_decode};
+pub use request_body::RequestBody;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -15,14 +17,13 @@ use std::task::Waker;
 
 use bytes::Bytes;
 use http::{HeaderValue, StatusCode, header};
-use http_body::Body as _;
 use hyper::body::Incoming;
 use serde::Serialize;
 
 use crate::net::Socket;
 
 /// A request as it comes from the wire.
-pub type Request = http::Request<Incoming>;
+pub type Request = http::Request<RequestBody>;
 
 /// A reply with any of our bodies.
 pub type Reply = http::Response<Body>;
@@ -65,9 +66,9 @@ pub fn close_idle_connections() {
 
 /// Serves one connection until it closes.
 pub async fn serve<S: Service>(service: Rc<S>, socket: Socket) {
-    let handler = hyper::service::service_fn(move |request: Request| {
+    let handler = hyper::service::service_fn(move |request: http::Request<Incoming>| {
         let service = service.clone();
-        async move { Ok::<_, Infallible>(service.answer(request).await) }
+        async move { Ok::<_, Infallible>(service.answer(request.map(RequestBody::new)).await) }
     });
     let connection = hyper::server::conn::http1::Builder::new()
         .auto_date_header(false)
@@ -134,10 +135,10 @@ pub enum BodyError {
 }
 
 /// Reads a whole body of at most `limit` bytes.
-pub async fn collect(mut body: Incoming, limit: usize) -> Result<Bytes, BodyError> {
+pub async fn collect(mut body: RequestBody, limit: usize) -> Result<Bytes, BodyError> {
     let mut whole = Bytes::new();
     let mut parts = Vec::new();
-    while let Some(chunk) = next_chunk(&mut body).await {
+    while let Some(chunk) = body.next().await {
         let chunk = chunk.map_err(BodyError::Read)?;
         if whole.len() + parts.len() + chunk.len() > limit {
             return Err(BodyError::TooLarge(limit));
@@ -150,19 +151,4 @@ pub async fn collect(mut body: Incoming, limit: usize) -> Result<Bytes, BodyErro
         }
     }
     Ok(if parts.is_empty() { whole } else { parts.into() })
-}
-
-/// The next piece of a request's body.
-pub async fn next_chunk(body: &mut Incoming) -> Option<Result<Bytes, hyper::Error>> {
-    loop {
-        let frame = std::future::poll_fn(|cx| std::pin::Pin::new(&mut *body).poll_frame(cx)).await;
-        match frame? {
-            Ok(frame) => match frame.into_data() {
-                Ok(data) if !data.is_empty() => return Some(Ok(data)),
-                // Trailers and empty frames carry nothing for us.
-                Ok(_) | Err(_) => {}
-            },
-            Err(error) => return Some(Err(error)),
-        }
-    }
 }

@@ -54,8 +54,7 @@ impl Machine {
         let time: jiff::Timestamp =
             timestamp.parse().map_err(|error| InitError::new("clock", error))?;
         let Machine::Own(_) = self else { return Ok(()) };
-        let time =
-            Timespec { tv_sec: time.as_second(), tv_nsec: time.subsec_nanosecond().into() };
+        let time = Timespec { tv_sec: time.as_second(), tv_nsec: time.subsec_nanosecond().into() };
         rustix::time::clock_settime(ClockId::Realtime, time)
             .map_err(|error| InitError::new("clock", error))
     }

@@ -106,10 +106,9 @@ async fn apply(agent: &Agent, request: InitRequest) -> Result<(), InitError> {
     if let Some(identity) = &request.identity {
         machine.take_identity(identity)?;
     }
-    if let Some(user) = request.default_user.as_deref().filter(|user| !user.is_empty()) {
-        if agent.users.named(user).is_none() {
-            return Err(InitError::new("default user", format_args!("no user {user:?}")));
-        }
+    let user = request.default_user.as_deref().filter(|user| !user.is_empty());
+    if let Some(user) = user.filter(|user| agent.users.named(user).is_none()) {
+        return Err(InitError::new("default user", format_args!("no user {user:?}")));
     }
     let is_new = request.identity.is_some();
     store(agent, request);

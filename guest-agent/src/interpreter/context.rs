@@ -135,9 +135,9 @@ impl Contexts {
     fn default_directory(&self) -> String {
         let home = || self.user().map_or_else(|_| "/".to_owned(), |user| user.home.clone());
         let usual = std::fs::metadata(DEFAULT_DIRECTORY).is_ok_and(|meta| meta.is_dir());
-        self.agent.workdir().unwrap_or_else(|| {
-            if usual { DEFAULT_DIRECTORY.to_owned() } else { home() }
-        })
+        self.agent
+            .workdir()
+            .unwrap_or_else(|| if usual { DEFAULT_DIRECTORY.to_owned() } else { home() })
     }
 
     fn user(&self) -> Result<Rc<User>, KernelError> {
@@ -159,7 +159,8 @@ impl Contexts {
                 self.zygote.fork(&self.agent, &user, &program("python"), &request)
             }
             Language::Bash => {
-                let arguments = ["--norc".to_owned(), "--noprofile".to_owned(), program("kernel.sh")];
+                let arguments =
+                    ["--norc".to_owned(), "--noprofile".to_owned(), program("kernel.sh")];
                 self.start_child(context, &user, "bash", &arguments, &environment)
             }
             Language::JavaScript => {

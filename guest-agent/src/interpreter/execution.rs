@@ -118,10 +118,10 @@ fn request(
                 let mut options = std::fs::File::options();
                 let mut file = options.write(true).create_new(true).mode(0o600).open(&path)?;
                 std::io::Write::write_all(&mut file, cell.as_bytes())?;
-                if rustix::process::geteuid().is_root() {
-                    if let Ok(user) = contexts.agent().user(None) {
-                        chown(&path, Some(user.identity.uid), Some(user.identity.gid))?;
-                    }
+                if rustix::process::geteuid().is_root()
+                    && let Ok(user) = contexts.agent().user(None)
+                {
+                    chown(&path, Some(user.identity.uid), Some(user.identity.gid))?;
                 }
                 Ok(())
             };

@@ -46,9 +46,8 @@ impl Drop for Installed {
 }
 
 fn write_all(directory: &Path) -> io::Result<()> {
-    let readable = |path: &Path, mode| {
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
-    };
+    let readable =
+        |path: &Path, mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode));
     for place in [directory, &directory.join("python")] {
         std::fs::create_dir_all(place)?;
         readable(place, 0o755)?;

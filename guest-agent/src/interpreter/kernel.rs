@@ -57,9 +57,9 @@ impl KernelError {
     pub fn is_callers_mistake(&self) -> bool {
         match self {
             KernelError::Directory(_) => true,
-            KernelError::Start { source, .. } => source
-                .refusal()
-                .is_some_and(|(_, error)| error.kind() == io::ErrorKind::NotFound),
+            KernelError::Start { source, .. } => {
+                source.refusal().is_some_and(|(_, error)| error.kind() == io::ErrorKind::NotFound)
+            }
             KernelError::Plumbing(_)
             | KernelError::Install(_)
             | KernelError::Zygote(_)
@@ -130,9 +130,9 @@ impl Kernel {
 
     /// Waits for its first word.
     pub async fn ready(&self, cwd: &str) -> Result<(), KernelError> {
-        let mut lines = self.lines.borrow_mut();
+        let next = std::future::poll_fn(|cx| self.lines.borrow_mut().poll_next(cx));
         let limit = runtime::sleep_until(Instant::now() + START_LIMIT);
-        let line = match runtime::either(lines.next(), limit).await {
+        let line = match runtime::either(next, limit).await {
             Either::First(Ok(Some(line))) => line,
             Either::First(Ok(None) | Err(_)) => {
                 return Err(KernelError::NotReady("ended before it was ready"));

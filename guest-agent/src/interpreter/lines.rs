@@ -56,9 +56,4 @@ impl Lines {
             }
         }
     }
-
-    /// Like [`Lines::poll_next`], as a future.
-    pub async fn next(&mut self) -> io::Result<Option<Bytes>> {
-        std::future::poll_fn(|cx| self.poll_next(cx)).await
-    }
 }

@@ -18,7 +18,9 @@ pub fn quiesce() -> Reply {
             Err(error)
                 if matches!(
                     error.kind(),
-                    ErrorKind::NotFound | ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
+                    ErrorKind::NotFound
+                        | ErrorKind::PermissionDenied
+                        | ErrorKind::ReadOnlyFilesystem
                 ) => {}
             Err(error) => {
                 let message = format_args!("compact memory: {error}");

@@ -153,7 +153,8 @@ impl Warmup {
     async fn cell(&self) -> Result<(), String> {
         let service = self.interpreter.clone();
         let connect = || {
-            OwnClient::connect(service.clone(), self.envd.token()).map_err(|error| error.to_string())
+            OwnClient::connect(service.clone(), self.envd.token())
+                .map_err(|error| error.to_string())
         };
         let reply = connect()?.request("POST", "/contexts", "application/json", b"{}").await;
         let reply = reply.map_err(|error| error.to_string())?;

@@ -49,7 +49,7 @@ impl Address {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let open = |family| rustix::net::socket_with(family, SocketType::STREAM, flags, None);
         match self {
-            Address::Vsock(port) => return warren_base::guest::listen_vsock(*port, BACKLOG),
+            Address::Vsock(port) => warren_base::guest::listen_vsock(*port, BACKLOG),
             Address::Unix(path) => {
                 let _ = std::fs::remove_file(path);
                 let socket = open(AddressFamily::UNIX)?;

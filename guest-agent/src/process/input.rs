@@ -15,8 +15,9 @@ impl Process {
         let (source, bytes) = match input {
             Input::Stdin(bytes) => {
                 let source = self.input.borrow().clone();
-                let source = source
-                    .ok_or_else(|| unavailable("the process's stdin is closed or was not asked for"))?;
+                let source = source.ok_or_else(|| {
+                    unavailable("the process's stdin is closed or was not asked for")
+                })?;
                 (source, bytes)
             }
             Input::Pty(bytes) => {
@@ -46,19 +47,17 @@ impl Process {
     }
 
     pub(super) fn resize(&self, size: &Size) -> Result<(), ConnectError> {
-        let terminal = self.terminal.as_ref().ok_or_else(|| {
-            ConnectError::new(Code::FailedPrecondition, "the process has no pty")
-        })?;
+        let terminal = self
+            .terminal
+            .as_ref()
+            .ok_or_else(|| ConnectError::new(Code::FailedPrecondition, "the process has no pty"))?;
         rustix::termios::tcsetwinsize(terminal, window(size))
             .map_err(|error| ConnectError::from_io("resize the pty", &error.into()))
     }
 }
 
 /// Takes a client stream of input to its end.
-pub async fn take_stream(
-    table: &Rc<Table>,
-    mut messages: Envelopes,
-) -> Result<(), ConnectError> {
+pub async fn take_stream(table: &Rc<Table>, mut messages: Envelopes) -> Result<(), ConnectError> {
     let mut process = None;
     while let Some(message) = messages.next().await? {
         match connect::decode(&message)? {

@@ -64,13 +64,17 @@ impl Processes {
             "Connect" => self.stream(request, Self::connect).await,
             "List" => connect::unary(request, |_: Empty, _| async { Ok(self.list()) }).await,
             "SendSignal" => {
-                connect::unary(request, |message, _| async move { self.send_signal(&message) }).await
+                connect::unary(request, |message, _| async move { self.send_signal(&message) })
+                    .await
             }
             "SendInput" => connect::unary(request, |message, _| self.send_input(message)).await,
             "CloseStdin" => {
-                connect::unary(request, |message, _| async move { self.close_stdin(&message) }).await
+                connect::unary(request, |message, _| async move { self.close_stdin(&message) })
+                    .await
             }
-            "Update" => connect::unary(request, |message, _| async move { self.update(&message) }).await,
+            "Update" => {
+                connect::unary(request, |message, _| async move { self.update(&message) }).await
+            }
             "StreamInput" => self.stream_input(request).await,
             _ => web::empty(StatusCode::NOT_FOUND),
         }
@@ -81,7 +85,7 @@ impl Processes {
         request: Request,
         open: fn(&Self, T, &HeaderMap, CallOptions) -> Result<EventStream, ConnectError>,
     ) -> Reply {
-        if let Err(reply) = connect::check_form(request.headers(), Form::Stream) {
+        if let Some(reply) = connect::wrong_form(request.headers(), Form::Stream) {
             return reply;
         }
         let (parts, body) = request.into_parts();
@@ -135,11 +139,7 @@ impl Processes {
             SignalName::Terminate => Signal::TERM,
             SignalName::Kill => Signal::KILL,
         };
-        if process.signal(signal) {
-            Ok(Empty {})
-        } else {
-            Err(Table::not_found(&message.process))
-        }
+        if process.signal(signal) { Ok(Empty {}) } else { Err(Table::not_found(&message.process)) }
     }
 
     async fn send_input(&self, message: SendInputRequest) -> Result<Empty, ConnectError> {
@@ -162,7 +162,7 @@ impl Processes {
     }
 
     async fn stream_input(&self, request: Request) -> Reply {
-        if let Err(reply) = connect::check_form(request.headers(), Form::Stream) {
+        if let Some(reply) = connect::wrong_form(request.headers(), Form::Stream) {
             return reply;
         }
         let (parts, body) = request.into_parts();

@@ -78,12 +78,12 @@ impl Pump {
         } else {
             process.child.exit.happened.register(cx);
         }
-        if let Some(limit) = &mut self.limit {
-            if Pin::new(limit).poll(cx).is_ready() {
-                self.limit = None;
-                process.timed_out.set(true);
-                process.signal(Signal::KILL);
-            }
+        if let Some(limit) = &mut self.limit
+            && Pin::new(limit).poll(cx).is_ready()
+        {
+            self.limit = None;
+            process.timed_out.set(true);
+            process.signal(Signal::KILL);
         }
         for output in &mut self.outputs {
             if exited && matches!(output.drain, Drain::NotYet) {

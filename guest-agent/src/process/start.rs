@@ -69,8 +69,7 @@ pub fn start(
             directory: &directory,
             directory_is_default: is_default,
             identity: &user.identity,
-            stdio: [input_end, output_end, error_end]
-                .map(|end| end.as_ref().map(AsFd::as_fd)),
+            stdio: [input_end, output_end, error_end].map(|end| end.as_ref().map(AsFd::as_fd)),
             terminal: if terminal.is_some() { Terminal::Controlling } else { Terminal::None },
         })
         .map_err(|error| start_error(&error, &config.cmd, &directory))?;

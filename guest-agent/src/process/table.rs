@@ -144,9 +144,7 @@ impl Table {
             Selector::Tag(tag) => {
                 ConnectError::new(Code::NotFound, format!("process with tag {tag:?} not found"))
             }
-            Selector::Nothing => {
-                ConnectError::new(Code::InvalidArgument, "no process is selected")
-            }
+            Selector::Nothing => ConnectError::new(Code::InvalidArgument, "no process is selected"),
         }
     }
 }

@@ -52,7 +52,7 @@ pub struct Source {
     fd: OwnedFd,
     readiness: Rc<Readiness>,
     trigger: Trigger,
-    key: Cell<Option<usize>>,
+    key: Cell<Option<reactor::Key>>,
     watches_writing: Cell<bool>,
 }
 

@@ -1,13 +1,14 @@
 //! The one epoll instance and who waits on it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::rc::{Rc, Weak};
 use std::time::Duration;
 
-use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::Timespec;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
 use super::io::Readiness;
 
@@ -15,10 +16,15 @@ use super::io::Readiness;
 /// left over is reported by the next wait.
 const EVENTS_PER_WAIT: usize = 64;
 
+/// Names one registration for ever. A closed descriptor may be reported for a
+/// little longer: a child that is about to execute holds a copy of it. So what
+/// the kernel hands back is never used as a place that another may have taken.
+pub(super) type Key = u64;
+
 struct Reactor {
     epoll: OwnedFd,
-    sources: RefCell<Vec<Weak<Readiness>>>,
-    free: RefCell<Vec<usize>>,
+    sources: RefCell<HashMap<Key, Weak<Readiness>>>,
+    last: Cell<Key>,
     events: RefCell<Vec<epoll::Event>>,
 }
 
@@ -26,7 +32,7 @@ thread_local! {
     static REACTOR: Reactor = Reactor {
         epoll: epoll::create(CreateFlags::CLOEXEC).expect("epoll is available"),
         sources: RefCell::default(),
-        free: RefCell::default(),
+        last: Cell::new(0),
         events: RefCell::new(Vec::with_capacity(EVENTS_PER_WAIT)),
     };
 }
@@ -55,37 +61,26 @@ pub(super) fn add(
     readiness: &Rc<Readiness>,
     trigger: Trigger,
     writing: bool,
-) -> io::Result<usize> {
+) -> io::Result<Key> {
     REACTOR.with(|reactor| {
-        let mut sources = reactor.sources.borrow_mut();
-        let key = reactor.free.borrow_mut().pop().unwrap_or_else(|| {
-            sources.push(Weak::new());
-            sources.len() - 1
-        });
-        let data = EventData::new_u64(u64::try_from(key).expect("keys are small"));
-        if let Err(error) = epoll::add(&reactor.epoll, fd, data, flags(trigger, writing)) {
-            reactor.free.borrow_mut().push(key);
-            return Err(error.into());
-        }
-        sources[key] = Rc::downgrade(readiness);
+        let key = reactor.last.get() + 1;
+        reactor.last.set(key);
+        epoll::add(&reactor.epoll, fd, EventData::new_u64(key), flags(trigger, writing))?;
+        reactor.sources.borrow_mut().insert(key, Rc::downgrade(readiness));
         Ok(key)
     })
 }
 
 /// Also asks to be told when `fd` can be written to.
-pub(super) fn watch_writing(fd: impl AsFd, key: usize, trigger: Trigger) -> io::Result<()> {
+pub(super) fn watch_writing(fd: impl AsFd, key: Key, trigger: Trigger) -> io::Result<()> {
     REACTOR.with(|reactor| {
-        let data = EventData::new_u64(u64::try_from(key).expect("keys are small"));
-        Ok(epoll::modify(&reactor.epoll, fd, data, flags(trigger, true))?)
+        Ok(epoll::modify(&reactor.epoll, fd, EventData::new_u64(key), flags(trigger, true))?)
     })
 }
 
 /// Forgets a key. Closing the descriptor removes it from the kernel's list.
-pub(super) fn remove(key: usize) {
-    let _ = REACTOR.try_with(|reactor| {
-        reactor.sources.borrow_mut()[key] = Weak::new();
-        reactor.free.borrow_mut().push(key);
-    });
+pub(super) fn remove(key: Key) {
+    let _ = REACTOR.try_with(|reactor| reactor.sources.borrow_mut().remove(&key));
 }
 
 /// Waits for events, at most for `timeout`, and wakes those they concern.
@@ -105,10 +100,7 @@ pub(super) fn wait(timeout: Option<Duration>) -> io::Result<()> {
         let sources = reactor.sources.borrow();
         let woken: Vec<_> = events
             .iter()
-            .filter_map(|event| {
-                let key = usize::try_from(event.data.u64()).ok()?;
-                Some((sources.get(key)?.upgrade()?, event.flags))
-            })
+            .filter_map(|event| Some((sources.get(&event.data.u64())?.upgrade()?, event.flags)))
             .collect();
         drop(sources);
         drop(events);

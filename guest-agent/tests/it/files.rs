@@ -23,7 +23,8 @@ fn download(agent: &Agent, path: &str, headers: &[&str]) -> Reply {
 fn upload_large_file_arrives_whole() {
     let agent = Agent::start();
     let path = agent.path("deep/er/file");
-    let content: Vec<u8> = (0..50_000_000_u32).map(|n| n.to_le_bytes()[usize::from(n % 3 == 0)]).collect();
+    let content: Vec<u8> =
+        (0..50_000_000_u32).map(|n| n.to_le_bytes()[usize::from(n % 3 == 0)]).collect();
     let reply = upload(&agent, &path, &[], &content);
     assert_eq!(reply.status, 200, "{}", reply.text());
     assert_eq!(reply.json(), json!([{"path": path, "name": "file", "type": "file"}]));
@@ -150,7 +151,8 @@ fn signatures_open_what_they_are_for() {
     assert_eq!(agent.request("GET", &sign("read", ""), &[], b"").text(), "secret");
     assert_eq!(agent.request("GET", &sign("write", ""), &[], b"").status, 401);
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
-    let link = format!("{}&signature_expiration={}", sign("read", &format!(":{}", now + 60)), now + 60);
+    let link =
+        format!("{}&signature_expiration={}", sign("read", &format!(":{}", now + 60)), now + 60);
     assert_eq!(agent.request("GET", &link, &[], b"").status, 200);
     let link = format!("{}&signature_expiration=5", sign("read", ":5"));
     let expired = agent.request("GET", &link, &[], b"");

@@ -20,7 +20,13 @@ fn agent() -> Option<Agent> {
 
 fn open(agent: &Agent, body: &Value) -> BufReader<Chunked> {
     let body = body.to_string();
-    BufReader::new(Chunked::new(agent.open("interpreter", "POST", "/execute", &[], body.as_bytes())))
+    BufReader::new(Chunked::new(agent.open(
+        "interpreter",
+        "POST",
+        "/execute",
+        &[],
+        body.as_bytes(),
+    )))
 }
 
 fn execute(agent: &Agent, body: Value) -> Vec<Value> {
@@ -43,7 +49,8 @@ fn text(events: &[Value], kind: &str) -> String {
 #[test]
 fn cell_keeps_state_and_shows_its_value() {
     let Some(agent) = agent() else { return };
-    let events = run(&agent, "import sys\nx = 20\nprint('out')\nprint('err', file=sys.stderr)\nx + 1");
+    let events =
+        run(&agent, "import sys\nx = 20\nprint('out')\nprint('err', file=sys.stderr)\nx + 1");
     assert_eq!(text(&events, "stdout"), "out\n");
     assert_eq!(text(&events, "stderr"), "err\n");
     let result = of_kind(&events, "result")[0];
@@ -82,6 +89,15 @@ fn cell_rich_results_and_await() {
     assert_eq!(results[1]["html"], "<b>");
     assert_eq!(results[1]["png"], "cG5n");
     assert_eq!(results[1]["json"], json!({"a": 1}));
+}
+
+#[test]
+fn cell_result_without_number_is_null() {
+    let Some(agent) = agent() else { return };
+    let code =
+        "class Table:\n    def _repr_json_(self): return {'a': [1.5, float('nan')]}\nTable()";
+    let events = run(&agent, code);
+    assert_eq!(of_kind(&events, "result")[0]["json"], json!({"a": [1.5, null]}));
 }
 
 #[test]
@@ -132,7 +148,8 @@ fn contexts_are_apart() {
     assert_eq!((status, &context["cwd"]), (200, &json!("/usr")));
     let id = context["id"].as_str().unwrap();
     run(&agent, "only_default = 1");
-    let body = json!({"code": "import os; (os.getcwd(), 'only_default' in globals())", "context_id": id});
+    let body =
+        json!({"code": "import os; (os.getcwd(), 'only_default' in globals())", "context_id": id});
     assert_eq!(text(&execute(&agent, body.clone()), "result"), "('/usr', False)");
     assert_eq!(call("GET", "/contexts", json!({})).1.as_array().unwrap().len(), 2);
     assert_eq!(call("POST", &format!("/contexts/{id}/restart"), json!({})).0, 204);

@@ -1,4 +1,5 @@
 //! The agent's binary, served on unix sockets of this machine.
+#![allow(clippy::unwrap_used, reason = "helpers of tests are tests too")]
 
 mod files;
 mod filesystem;

@@ -53,8 +53,7 @@ fn start_daemon_left_behind_can_still_write() {
 #[test]
 fn start_time_limit_kills_the_group() {
     let agent = Agent::start();
-    let mut stream =
-        agent.shell_with("sleep 987 & echo $!; wait", &["connect-timeout-ms: 400"]);
+    let mut stream = agent.shell_with("sleep 987 & echo $!; wait", &["connect-timeout-ms: 400"]);
     stream.pid();
     let begun = Instant::now();
     let outcome = stream.finish();
@@ -117,8 +116,7 @@ fn output_unseen_is_kept_or_counted() {
     wait_until("the process has ended", || !is_alive(pid));
     let message = json!({"process": select(pid)});
     let outcome = agent.stream("/process.Process/Connect", &message, &[]).finish();
-    let dropped: usize =
-        outcome.end["warren"]["droppedBytes"].as_str().unwrap().parse().unwrap();
+    let dropped: usize = outcome.end["warren"]["droppedBytes"].as_str().unwrap().parse().unwrap();
     assert!(outcome.stdout.len() <= 512 << 10);
     assert_eq!(outcome.stdout.len() + dropped, 3_000_000);
     assert_eq!(outcome.end["exitCode"], 6);
@@ -289,4 +287,52 @@ fn call_in_another_form_is_refused() {
     assert_eq!(reply.status, 400);
     assert_eq!(reply.json()["code"], "invalid_argument");
     assert_eq!(agent.request("POST", "/process.Process/Nothing", &headers, b"{}").status, 404);
+}
+
+#[test]
+fn start_request_in_chunks_leaves_the_connection_usable() {
+    use std::io::{BufRead, BufReader, Read, Write};
+    let agent = Agent::start();
+    let mut connection = agent.connect("envd");
+    for round in 0..20 {
+        let message = json!({"process": {"cmd": "echo", "args": [round.to_string()]}});
+        let body = envelope(&message);
+        let head = format!(
+            "POST /process.Process/Start HTTP/1.1\r\nhost: test\r\n{}\r\n\
+             content-type: application/connect+json\r\ntransfer-encoding: chunked\r\n\r\n{:x}\r\n",
+            user_header(),
+            body.len()
+        );
+        connection.write_all(&[head.as_bytes(), &body].concat()).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        // The end of the request comes when the reply has begun.
+        connection.write_all(b"\r\n0\r\n\r\n").unwrap();
+        let mut reader = BufReader::new(&connection);
+        let mut line = String::new();
+        while line.trim_end() != "0" {
+            line.clear();
+            assert!(reader.read_line(&mut line).unwrap() > 0, "closed in round {round}");
+        }
+        reader.read_exact(&mut [0; 2]).unwrap();
+    }
+}
+
+#[test]
+fn start_many_at_once_keeps_their_streams_apart() {
+    let agent = Agent::start();
+    let run = |number: usize| {
+        let outcome =
+            agent.shell(&format!("echo {number}; sleep 0.0{}; seq {number}", number % 10));
+        let outcome = outcome.finish();
+        let expected: String =
+            std::iter::once(number).chain(1..=number).map(|n| format!("{n}\n")).collect();
+        assert_eq!(String::from_utf8(outcome.stdout).unwrap(), expected);
+        assert_eq!(outcome.end["exitCode"], 0, "{}", outcome.end);
+    };
+    std::thread::scope(|scope| {
+        for worker in 0..16 {
+            let run = &run;
+            scope.spawn(move || (0..40).for_each(|round| run(worker * 40 + round)));
+        }
+    });
 }

@@ -31,7 +31,8 @@ fn tunnel_carries_both_directions_and_half_closes() {
 #[test]
 fn tunnel_without_listener_says_why() {
     let agent = Agent::start();
-    for (line, expected) in [("1\n", "ERR Connection refused"), ("99999\n", "ERR \"99999\" is not")] {
+    for (line, expected) in [("1\n", "ERR Connection refused"), ("99999\n", "ERR \"99999\" is not")]
+    {
         let mut client = agent.connect("tunnel");
         client.write_all(line.as_bytes()).unwrap();
         let mut reply = String::new();

@@ -114,9 +114,7 @@ def serve(control, request):
 
     def emit(event, more=False):
         """Sends an event; with `more`, together with the next one."""
-        # The agent knows the last event by its bytes: no spaces.
-        line = json.dumps(event, default=str, separators=(",", ":"))
-        waiting.append(line.encode())
+        waiting.append(encode(event))
         if not more:
             waiting.append(b"")
             control.sendall(b"\n".join(waiting))
@@ -138,6 +136,26 @@ def serve(control, request):
         kernel.execute(message["code"], message.get("env_vars") or {})
         emit({"type": "end_of_execution"})
     os._exit(0)
+
+
+def encode(event):
+    """An event as JSON that every parser takes: it knows no NaN."""
+    # The agent knows the last event by its bytes: no spaces.
+    options = {"default": str, "separators": (",", ":"), "allow_nan": False}
+    try:
+        return json.dumps(event, **options).encode()
+    except ValueError:
+        return json.dumps(without_nan(event), **options).encode()
+
+
+def without_nan(value):
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {str(name): without_nan(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(item) for item in value]
+    return value
 
 
 def reseed(seed):
