@@ -4,13 +4,16 @@
 //! for a read, in large folios, but copies nothing to user space.
 
 use std::collections::HashSet;
-use std::fs::File;
+use std::fs::{File, FileType};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Part of the memory that the files may take.
 const MEMORY_PERCENT: u64 = 25;
+
+/// The search ends when all but this part of the limit is used.
+const ENOUGH_DIVISOR: u64 = 16;
 
 /// A larger file is rarely read as a whole by those who use it.
 const FILE_BYTES_MAX: u64 = 24 << 20;
@@ -19,7 +22,16 @@ const FILE_BYTES_MAX: u64 = 24 << 20;
 const SEND_BYTES: usize = 1 << 20;
 
 /// Programs and what every program maps, first.
-const FIRST: [&str; 14] = [
+const FIRST: [&str; 23] = [
+    "/usr/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2",
+    "/usr/lib/x86_64-linux-gnu/libc.so.6",
+    "/usr/lib/x86_64-linux-gnu/libm.so.6",
+    "/usr/lib/x86_64-linux-gnu/libtinfo.so.6",
+    "/usr/lib/x86_64-linux-gnu/libselinux.so.1",
+    "/usr/lib/x86_64-linux-gnu/libpcre2-8.so.0",
+    "/usr/lib/x86_64-linux-gnu/libz.so.1",
+    "/usr/lib/x86_64-linux-gnu/libexpat.so.1",
+    "/usr/lib/x86_64-linux-gnu/libcrypto.so.3",
     "/usr/bin/bash",
     "/usr/bin/dash",
     "/usr/bin/sh",
@@ -38,8 +50,8 @@ const FIRST: [&str; 14] = [
 
 /// Directories, the most wanted first.
 const DIRECTORIES: [&str; 5] = [
-    "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/python3*",
+    "/usr/lib/x86_64-linux-gnu",
     "/usr/local/lib/python3*",
     "/usr/bin",
     "/usr/lib/git-core",
@@ -70,6 +82,8 @@ pub async fn read(limit: u64, mut pause: impl AsyncFnMut(Amount)) -> Amount {
         return Amount::default();
     };
     let mut reader = Reader { limit, read: Amount::default(), seen: HashSet::new(), sink };
+    // Few files fit into the last bit; looking for them costs more than they are worth.
+    let enough = limit - limit / ENOUGH_DIVISOR;
     for path in FIRST {
         // The real file, whatever leads there.
         if let Ok(path) = std::fs::canonicalize(path) {
@@ -80,15 +94,15 @@ pub async fn read(limit: u64, mut pause: impl AsyncFnMut(Amount)) -> Amount {
         for root in expand(pattern) {
             let mut stack = vec![root];
             while let Some(directory) = stack.pop() {
-                for path in sorted_children(&directory) {
-                    let Ok(meta) = std::fs::symlink_metadata(&path) else { continue };
-                    if meta.is_dir() && !is_cold(&path) {
+                let compiled = directory.join("__pycache__").is_dir();
+                for (path, kind) in sorted_children(&directory) {
+                    if kind.is_dir() && !is_cold(&path) {
                         stack.push(path);
-                    } else if meta.is_file() && is_wanted(&path) {
+                    } else if kind.is_file() && is_wanted(&path, compiled) {
                         reader.read_file(&path);
                         pause(reader.read).await;
                     }
-                    if reader.read.bytes >= limit {
+                    if reader.read.bytes >= enough {
                         return reader.read;
                     }
                 }
@@ -137,16 +151,18 @@ fn expand(pattern: &str) -> Vec<PathBuf> {
     let Some(prefix) = pattern.strip_suffix('*') else { return vec![pattern.into()] };
     let (parent, start) = prefix.rsplit_once('/').unwrap_or(("", prefix));
     let mut found = sorted_children(Path::new(parent));
-    found.retain(|path| {
+    found.retain(|(path, _)| {
         path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(start))
     });
-    found
+    found.into_iter().map(|(path, _)| path).collect()
 }
 
-fn sorted_children(directory: &Path) -> Vec<PathBuf> {
+/// What is in a directory, with its kind as the directory tells it: no file is looked at.
+fn sorted_children(directory: &Path) -> Vec<(PathBuf, FileType)> {
     let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-    let mut children: Vec<_> = entries.map(|entry| entry.path()).collect();
-    children.sort();
+    let mut children: Vec<_> =
+        entries.filter_map(|entry| Some((entry.path(), entry.file_type().ok()?))).collect();
+    children.sort_by(|(one, _), (other, _)| one.cmp(other));
     children
 }
 
@@ -158,9 +174,9 @@ fn is_cold(path: &Path) -> bool {
 
 /// Python reads a source only when its compiled form is missing; static
 /// libraries and headers are for compilers.
-fn is_wanted(path: &Path) -> bool {
+fn is_wanted(path: &Path, compiled: bool) -> bool {
     match path.extension().and_then(|extension| extension.to_str()) {
-        Some("py") => !path.parent().is_some_and(|parent| parent.join("__pycache__").is_dir()),
+        Some("py") => !compiled,
         Some("a" | "o" | "h" | "la" | "txt" | "rst") => false,
         _ => true,
     }
@@ -172,13 +188,10 @@ mod tests {
 
     #[test]
     fn is_wanted_sources_only_without_compiled_form() {
-        let place = tempfile::tempdir().unwrap();
-        let source = place.path().join("x.py");
-        assert!(is_wanted(&source));
-        std::fs::create_dir(place.path().join("__pycache__")).unwrap();
-        assert!(!is_wanted(&source));
-        assert!(is_wanted(&place.path().join("__pycache__/x.pyc")));
-        assert!(!is_wanted(Path::new("/usr/lib/x.a")));
+        assert!(is_wanted(Path::new("/usr/lib/x.py"), false));
+        assert!(!is_wanted(Path::new("/usr/lib/x.py"), true));
+        assert!(is_wanted(Path::new("/usr/lib/__pycache__/x.pyc"), false));
+        assert!(!is_wanted(Path::new("/usr/lib/x.a"), false));
     }
 
     #[test]

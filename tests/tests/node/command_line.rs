@@ -94,7 +94,8 @@ fn doctor_without_kvm_says_what_to_do() {
     if missing(&[Need::Root]) {
         return;
     }
-    let hide = "mount -t tmpfs dev /mnt && cp -a /dev/null /mnt/ && mount --move /mnt /dev && exec \"$@\"";
+    let hide =
+        "mount -t tmpfs dev /mnt && cp -a /dev/null /mnt/ && mount --move /mnt /dev && exec \"$@\"";
 
     let output = Command::new("unshare")
         .args(["--mount", "sh", "-c", hide, "sh"])

@@ -14,8 +14,9 @@ use crate::error::{Step, VmmError};
 
 /// Extended state that is saved in 4 KiB: x87, SSE, AVX, AVX-512, PKRU. AMX is not.
 const XCR0_SAVED: u32 = 0x2e7;
-/// Extended state whose XSAVE is completed in user space: x87, SSE, AVX.
-const XCR0_COMPLETED: u32 = 0x7;
+/// Extended state whose XSAVE is completed in user space where the kernel is emulated.
+const XCR0_COMPLETED: u32 = 0x2e7;
+const XCR0_V3: u32 = 0x7;
 const XCR0_V2: u32 = 0x3;
 
 mod leaf1 {
@@ -179,7 +180,7 @@ fn mask_for_profile(entry: &mut kvm_cpuid_entry2, profile: CpuProfile) {
                 entry.ebx &= !(leaf7::EBX_AVX2 | leaf7::EBX_BMI1 | leaf7::EBX_BMI2);
             }
         }
-        (0xd, 0) => entry.eax &= if below_v3 { XCR0_V2 } else { XCR0_COMPLETED },
+        (0xd, 0) => entry.eax &= if below_v3 { XCR0_V2 } else { XCR0_V3 },
         _ => {}
     }
 }

@@ -22,7 +22,7 @@ use vm_memory::GuestMemoryMmap;
 
 use decode::{Instruction, Operation};
 use walk::{Access, PageFault};
-use xstate::{STANDARD_AREA_BYTES, XstateImage};
+use xstate::{AREA_BYTES_MAX, Layout, XstateImage};
 
 /// Why a vCPU cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -166,13 +166,14 @@ impl Stopped<'_> {
             return Ok(Err(Exception::GeneralProtection));
         }
         let requested = self.xcr0()? & self.requested_components();
-        let length = xstate::area_length(requested);
-        let mut area = [0; STANDARD_AREA_BYTES];
+        let layout = Layout::of_cpu();
+        let length = layout.area_length(requested);
+        let mut area = [0; AREA_BYTES_MAX];
         // Parts that are not requested stay as they are in memory.
         if let Err(fault) = self.read(address, &mut area[..length], Access::Write) {
             return Ok(Err(fault.into()));
         }
-        xstate::save(&self.xstate()?, requested, &mut area);
+        xstate::save(layout, &self.xstate()?, requested, &mut area);
         Ok(self.write(address, &area[..length]).map_err(Exception::from))
     }
 
@@ -182,13 +183,14 @@ impl Stopped<'_> {
         }
         let xcr0 = self.xcr0()?;
         let requested = xcr0 & self.requested_components();
-        let length = xstate::area_length(requested);
-        let mut area = [0; STANDARD_AREA_BYTES];
+        let layout = Layout::of_cpu();
+        let length = layout.area_length(requested);
+        let mut area = [0; AREA_BYTES_MAX];
         if let Err(fault) = self.read(address, &mut area[..length], Access::Read) {
             return Ok(Err(fault.into()));
         }
         let mut state = self.xstate()?;
-        if xstate::restore(&mut state, requested, xcr0, &area).is_err() {
+        if xstate::restore(layout, &mut state, requested, xcr0, &area).is_err() {
             return Ok(Err(Exception::GeneralProtection));
         }
         self.set_xstate(&state)?;

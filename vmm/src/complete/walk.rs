@@ -33,7 +33,7 @@ const PAGE: u64 = 4096;
 const FAULT_PROTECTION: u32 = 1;
 const FAULT_WRITE: u32 = 2;
 
-/// Most pages that one access spans: 832 bytes touch two.
+/// Most pages that one access spans: the longest area, under 4 KiB, touches two.
 const PAGES_MAX: usize = 2;
 
 /// Pages of an access, translated before the first byte moves.
