@@ -164,11 +164,14 @@ impl SectionsBuilder {
     }
 }
 
+/// One section as it lies in the file.
+type RawSection<'a> = (SectionKind, u16, &'a [u8]);
+
 /// Sections of a file whose checksums hold. Each is taken once;
 /// [`Sections::finish`] fails if one is left.
 #[derive(Debug)]
 pub struct Sections<'a> {
-    left: Vec<(SectionKind, u16, &'a [u8])>,
+    left: Vec<RawSection<'a>>,
 }
 
 impl<'a> Sections<'a> {
@@ -270,7 +273,7 @@ impl<'a> Sections<'a> {
     }
 }
 
-fn split(body: &[u8], count: u32) -> Result<Vec<(SectionKind, u16, &[u8])>, StateFileError> {
+fn split(body: &[u8], count: u32) -> Result<Vec<RawSection<'_>>, StateFileError> {
     let mut sections = Vec::new();
     let mut rest = body;
     for _ in 0..count {

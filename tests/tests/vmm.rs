@@ -62,7 +62,8 @@ struct Guest {
 
 impl Guest {
     fn new(code: &[u8]) -> Self {
-        let directory = tempfile::Builder::new().prefix("wv").tempdir_in("/tmp").expect("directory");
+        let directory =
+            tempfile::Builder::new().prefix("wv").tempdir_in("/tmp").expect("directory");
         let kernel = directory.path().join("kernel");
         std::fs::write(&kernel, elf(code)).expect("write the kernel");
         let config = BootConfig {

@@ -205,7 +205,7 @@ fn hostile_states_are_refused() {
     assert!(restore(version, &bytes).is_ok());
     assert!(restore(version + 1, &bytes).is_err());
     assert!(restore(version, &bytes[1..]).is_err());
-    let outside = warren_virtio::persist::encode(&(0u32, 0u32, true, Some(16u16), None::<u8>));
+    let outside = warren_virtio::persist::encode(&(0u32, 0u32, true, Some(QUEUE_SIZE), None::<u8>));
     assert!(restore(version, &outside).is_err());
 }
 

@@ -1,7 +1,6 @@
 //! RAM of a cold microVM, from which a template is saved.
 
 use std::fs::File;
-use std::io::{Seek, SeekFrom};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
@@ -81,9 +80,8 @@ impl BuildRam {
         let page = usize::try_from(PAGE_BYTES).expect("a page is a length");
         let mut buffer = vec![0; 256 * page];
         let mut written = 0;
-        let mut source = &self.memfd;
         let mut at = 0;
-        while let Some((start, end)) = next_data(&mut source, at)? {
+        while let Some((start, end)) = next_data(&self.memfd, at)? {
             let mut offset = start;
             while offset < end {
                 let length = usize::try_from(end - offset).unwrap_or(usize::MAX).min(buffer.len());
@@ -155,13 +153,12 @@ fn write_data_pages(file: &File, chunk: &[u8], offset: u64, page: usize) -> std:
 }
 
 /// Next range of `file` from `at` on that is not a hole.
-pub(super) fn next_data(file: &mut &File, at: u64) -> std::io::Result<Option<(u64, u64)>> {
-    let start = match rustix::fs::seek(&*file, rustix::fs::SeekFrom::Data(at)) {
+pub(super) fn next_data(file: &File, at: u64) -> std::io::Result<Option<(u64, u64)>> {
+    let start = match rustix::fs::seek(file, rustix::fs::SeekFrom::Data(at)) {
         Ok(start) => start,
         Err(rustix::io::Errno::NXIO) => return Ok(None),
         Err(error) => return Err(error.into()),
     };
-    let end = rustix::fs::seek(&*file, rustix::fs::SeekFrom::Hole(start))?;
-    file.seek(SeekFrom::Start(0))?;
+    let end = rustix::fs::seek(file, rustix::fs::SeekFrom::Hole(start))?;
     Ok(Some((start, end)))
 }

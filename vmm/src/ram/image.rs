@@ -125,9 +125,8 @@ fn copy(file: &File, memfd: &File, size: RamSize) -> io::Result<(Vec<bool>, u64)
     let mut has_data = vec![false; granules];
     let mut total = 0;
     let mut buffer = vec![0; 1 << 20];
-    let mut source = file;
     let mut at = 0;
-    while let Some((start, end)) = next_data(&mut source, at)? {
+    while let Some((start, end)) = next_data(file, at)? {
         let end = end.min(size.bytes());
         for granule in start / HUGE_PAGE_BYTES..end.div_ceil(HUGE_PAGE_BYTES) {
             has_data[usize::try_from(granule).expect("fits a length")] = true;

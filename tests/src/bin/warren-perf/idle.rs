@@ -25,8 +25,7 @@ pub fn run(count: u32) {
     eprintln!("waiting {} s for them to settle", SETTLE.as_secs());
     std::thread::sleep(SETTLE);
     let after = Memory::now();
-    let processes: Vec<u32> =
-        sandboxes.iter().filter_map(|id| node.process_of(id)).collect();
+    let processes: Vec<u32> = sandboxes.iter().filter_map(|id| node.process_of(id)).collect();
     let split = Split::of(&processes);
     eprintln!("counting CPU for {} s", WATCH.as_secs());
     let cpu = cpu_ms(&processes);
