@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -83,8 +84,6 @@ class Warren:
 
 
 def free_port():
-    import socket
-
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -110,8 +109,19 @@ def main():
     finally:
         say("--> stop warrend and every sandbox (warren down --kill)")
         warren("down", "--kill", check=False)
+        end_templates(run)
         shutil.rmtree(run, ignore_errors=True)
     say("demo: done")
+
+
+def end_templates(run):
+    """Template processes outlive the daemon, so that the next one finds them; the demo's must not."""
+    for path in run.glob("templates/*/control.sock"):
+        with socket.socket(socket.AF_UNIX) as stream:
+            stream.settimeout(10)
+            stream.connect(str(path))
+            stream.sendall(b'{"version":1,"verb":"stop"}\n')
+            stream.recv(4096)
 
 
 def use_sandboxes():

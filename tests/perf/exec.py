@@ -33,7 +33,7 @@ def counters(told, sandbox):
     request = urllib.request.Request(
         f"{told['url']}/v1/sandboxes/{sandbox.sandbox_id}", headers={"X-API-KEY": told["apiKey"]}
     )
-    vmm = json.load(urllib.request.urlopen(request))["vmm"]
+    vmm = json.load(urllib.request.urlopen(request))["stats"]["vmm"]
     kvm = vmm.get("kvm") or {}
     return kvm.get("exits", 0), kvm.get("emulated_instructions", 0)
 

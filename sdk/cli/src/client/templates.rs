@@ -1,6 +1,7 @@
 //! Templates, by the node's own routes under `/v1`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use bytes::BytesMut;
 use http::Method;
@@ -11,6 +12,9 @@ use super::api::segment;
 use super::http::finish;
 use super::{Http, full};
 use crate::error::CliError;
+
+/// A step that is silent for longer gets a line of our own.
+const QUIET: Duration = Duration::from_secs(15);
 
 /// A template to be made.
 #[derive(Debug, Serialize)]
@@ -83,8 +87,13 @@ impl Http {
             self.request(Method::POST, path).header(http::header::CONTENT_TYPE, "application/json");
         let mut body = self.send(finish(request, full(body))?).await?.into_body();
         let mut buffer = BytesMut::new();
+        let mut step = String::new();
         loop {
-            let frame = body.frame().await.transpose()?;
+            let Ok(frame) = tokio::time::timeout(QUIET, body.frame()).await else {
+                progress(&Progress { step: step.clone(), message: "still at it".to_owned() });
+                continue;
+            };
+            let frame = frame.transpose()?;
             let ended = frame.is_none();
             if let Some(Ok(data)) = frame.map(hyper::body::Frame::into_data) {
                 buffer.extend_from_slice(&data);
@@ -92,7 +101,10 @@ impl Http {
             while let Some(line) = next_line(&mut buffer, ended) {
                 match serde_json::from_slice(&line) {
                     Ok(Line::Failed { error }) => return Err(failed(error)),
-                    Ok(Line::Progress(step)) => progress(&step),
+                    Ok(Line::Progress(line)) => {
+                        progress(&line);
+                        step = line.step;
+                    }
                     Ok(Line::Done { .. }) => return Ok(()),
                     Err(source) => return Err(CliError::Reply(path.to_owned(), source)),
                 }

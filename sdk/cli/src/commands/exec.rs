@@ -16,6 +16,8 @@ use crate::flags::{CommandOptions, Exec, Run};
 use crate::output::Output;
 use crate::terminal::{RawMode, Size};
 
+/// Sort of a terminal that does not tell its own.
+const DEFAULT_TERMINAL: &str = "xterm-256color";
 /// Input is sent in pieces of this size.
 const INPUT_BYTES: usize = 64 * 1024;
 
@@ -66,10 +68,15 @@ async fn attached(
     output: Output,
 ) -> Result<ExitCode, CliError> {
     let terminal = options.tty.then(Size::current);
+    let mut environment = options.env.clone();
+    if options.tty && !environment.iter().any(|(name, _)| name == "TERM") {
+        let name = std::env::var("TERM").unwrap_or_else(|_| DEFAULT_TERMINAL.to_owned());
+        environment.push(("TERM".to_owned(), name));
+    }
     let start = Start {
         command,
         cwd: options.cwd.as_deref(),
-        environment: &options.env,
+        environment: &environment,
         stdin: if options.interactive { Stdin::Open } else { Stdin::Closed },
         terminal,
     };

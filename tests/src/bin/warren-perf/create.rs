@@ -22,7 +22,7 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 pub fn run(count: u32) {
     let node = TestNode::start();
     let template = node.api().get(&format!("/v1/templates/{TEMPLATE}")).expect(200).json();
-    let memory_mib = u32::try_from(template["memoryMiB"].as_u64().unwrap_or(128)).unwrap_or(128);
+    let memory_mib = u32::try_from(template["memoryMib"].as_u64().unwrap_or(128)).unwrap_or(128);
     // Starts the template process.
     drop(node.create());
 
@@ -146,6 +146,6 @@ fn work_of_one(node: &TestNode) -> (Value, Value) {
     let sandbox = node.create();
     let detail = node.api().get(&format!("/v1/sandboxes/{}", sandbox.id)).expect(200).json();
     drop(node.kill(&sandbox.id));
-    let kvm = &detail["vmm"]["kvm"];
+    let kvm = &detail["stats"]["vmm"]["kvm"];
     (kvm["emulated_instructions"].clone(), kvm["exits"].clone())
 }

@@ -34,7 +34,14 @@ fn start(artifacts: &Artifacts, memory_mib: u32) -> Option<f64> {
     );
     let begin = Instant::now();
     let mut child = Command::new("qemu-system-x86_64")
-        .args(["-M", "microvm,accel=kvm,rtc=off", "-cpu", "host", "-nodefaults", "-no-reboot"])
+        .args([
+            "-M",
+            "microvm,accel=kvm,acpi=off,rtc=off",
+            "-cpu",
+            "host",
+            "-nodefaults",
+            "-no-reboot",
+        ])
         .args(["-display", "none", "-m", &memory_mib.to_string(), "-kernel"])
         .arg(&artifacts.kernel)
         .args(["-append", &command_line, "-serial"])
