@@ -28,7 +28,7 @@ fn start(artifacts: &Artifacts, memory_mib: u32) -> Option<f64> {
     let console = directory.path().join("console");
     let emulating = Path::new("/sys/module/kvm_pvm").exists();
     let command_line = format!(
-        "console=ttyS0 panic=-1 no_timer_check tsc=reliable clocksource=kvm-clock loglevel=6 \
+        "console=ttyS0 panic=-1 no_timer_check tsc=reliable clocksource=kvm-clock loglevel=4 \
          cgroup_disable=memory root=/dev/vda rootfstype=erofs ro init=/sbin/warren-agent {}",
         if emulating { EMULATING } else { "" }
     );
@@ -53,8 +53,8 @@ fn start(artifacts: &Artifacts, memory_mib: u32) -> Option<f64> {
         .stderr(Stdio::inherit())
         .spawn()
         .expect("start QEMU");
-    // The kernel's last words before it enters PID 1.
-    let entered = |text: String| text.contains("Run /sbin/warren-agent as init process");
+    // The first words of PID 1.
+    let entered = |text: String| text.contains("warren-agent: ");
     let took = loop {
         if std::fs::read_to_string(&console).is_ok_and(entered) {
             break Some(begin.elapsed().as_secs_f64() * 1000.0);
