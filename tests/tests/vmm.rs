@@ -105,6 +105,16 @@ impl Guest {
         Running { child, socket: self.path("control.sock") }
     }
 
+    /// Starts it, freezes it, and tells where the template's files are.
+    fn freeze(&self) -> PathBuf {
+        let files = self.path("template");
+        std::fs::create_dir(&files).expect("make the template's directory");
+        let running = self.start();
+        running.client().verb(VmVerb::Freeze { directory: files.clone() }).expect("freeze");
+        assert_eq!(running.exit_code(), 0);
+        files
+    }
+
     /// What it says when it refuses to start.
     fn refusal(&self) -> String {
         let output = self.run();
@@ -250,12 +260,7 @@ fn clones_of_a_frozen_guest_live_apart() {
         return;
     }
     let guest = Guest::new(HALT);
-    let files = guest.path("template");
-    std::fs::create_dir(&files).expect("make the template's directory");
-    let running = guest.start();
-    let freeze = VmVerb::Freeze { directory: files.clone() };
-    running.client().verb(freeze).expect("freeze");
-    assert_eq!(running.exit_code(), 0);
+    let files = guest.freeze();
 
     let (process, template) = template(&files);
     let mut clones = Vec::new();
@@ -290,11 +295,7 @@ fn spawn_into_a_missing_directory_fails_and_the_template_lives_on() {
         return;
     }
     let guest = Guest::new(HALT);
-    let files = guest.path("template");
-    std::fs::create_dir(&files).expect("make the template's directory");
-    let running = guest.start();
-    running.client().verb(VmVerb::Freeze { directory: files.clone() }).expect("freeze");
-    assert_eq!(running.exit_code(), 0);
+    let files = guest.freeze();
     let (_process, template) = template(&files);
     let request = SpawnRequest {
         id: "lost".to_owned(),
@@ -312,11 +313,7 @@ fn damaged_template_is_refused() {
         return;
     }
     let guest = Guest::new(HALT);
-    let files = guest.path("template");
-    std::fs::create_dir(&files).expect("make the template's directory");
-    let running = guest.start();
-    running.client().verb(VmVerb::Freeze { directory: files.clone() }).expect("freeze");
-    assert_eq!(running.exit_code(), 0);
+    let files = guest.freeze();
     let state = files.join("state");
     let mut bytes = std::fs::read(&state).expect("read the state");
     let middle = bytes.len() / 2;

@@ -32,7 +32,7 @@ impl BuildRam {
         let memfd = rustix::fs::memfd_create(c"warren-ram", MemfdFlags::CLOEXEC)
             .map_err(failed("memfd_create"))?;
         rustix::fs::ftruncate(&memfd, size.bytes()).map_err(failed("ftruncate"))?;
-        let reservation = Reservation::new(size)?;
+        let reservation = Reservation::new(size.length())?;
         // SAFETY: MAP_FIXED replaces exactly the reservation, which is ours and unused.
         unsafe {
             rustix::mm::mmap(

@@ -90,7 +90,7 @@ impl TemplateRam {
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE | SealFlags::SEAL;
         rustix::fs::fcntl_add_seals(&memfd, seals).map_err(failed("seal"))?;
 
-        let reservation = Reservation::new(size)?;
+        let reservation = Reservation::new(size.length())?;
         for extent in &extents {
             map_privately(&reservation, &memfd, extent).map_err(failed("map privately"))?;
         }
@@ -190,22 +190,11 @@ fn collapse(memfd: &File, extents: &[Extent]) -> Result<(), RamError> {
             bytes: u64::try_from(length).unwrap_or(u64::MAX),
             source,
         };
-        // Twice the room, so that an aligned window lies in it.
-        // SAFETY: a new mapping at an address of the kernel's choice.
-        let room = unsafe {
-            rustix::mm::mmap_anonymous(
-                std::ptr::null_mut(),
-                length + huge,
-                ProtFlags::empty(),
-                MapFlags::PRIVATE | MapFlags::NORESERVE,
-            )
-        }
-        .map_err(failed)?;
-        let window = room.with_addr(room.addr().next_multiple_of(huge));
-        // SAFETY: the window lies inside the room made above.
+        let window = Reservation::new(length)?;
+        // SAFETY: MAP_FIXED replaces exactly the reservation, which is ours and unused.
         unsafe {
             rustix::mm::mmap(
-                window,
+                window.at(0).cast(),
                 length,
                 ProtFlags::READ | ProtFlags::WRITE,
                 MapFlags::SHARED | MapFlags::FIXED,
@@ -218,7 +207,7 @@ fn collapse(memfd: &File, extents: &[Extent]) -> Result<(), RamError> {
             // SAFETY: the range is part of the window mapped above; populating and
             // collapsing do not change its contents.
             let result = unsafe {
-                let start = window.byte_add(page * huge);
+                let start = window.at(0).add(page * huge).cast();
                 rustix::mm::madvise(start, huge, Advice::LinuxPopulateWrite).and_then(|()| {
                     match libc::madvise(start, huge, libc::MADV_COLLAPSE) {
                         0 => Ok(()),
@@ -231,8 +220,6 @@ fn collapse(memfd: &File, extents: &[Extent]) -> Result<(), RamError> {
                 tracing::debug!(%error, page, "template page stays in small folios");
             }
         }
-        // SAFETY: the room belongs to this function; nothing points into it any more.
-        unsafe { rustix::mm::munmap(room, length + huge) }.map_err(failed)?;
     }
     Ok(())
 }

@@ -107,7 +107,7 @@ pub struct RamPart {
     pub bytes: u64,
 }
 
-/// A range of host addresses for guest RAM, 2 MiB aligned, given back on drop.
+/// A range of host addresses, 2 MiB aligned, given back on drop.
 #[derive(Debug)]
 struct Reservation {
     start: NonNull<u8>,
@@ -121,11 +121,13 @@ unsafe impl Send for Reservation {}
 unsafe impl Sync for Reservation {}
 
 impl Reservation {
-    fn new(size: RamSize) -> Result<Self, RamError> {
+    fn new(length: usize) -> Result<Self, RamError> {
         let huge = usize::try_from(HUGE_PAGE_BYTES).expect("2 MiB is a length");
-        let length = size.length();
-        let failed =
-            |source| RamError::System { operation: "reserve", bytes: size.bytes(), source };
+        let failed = |source| RamError::System {
+            operation: "reserve",
+            bytes: u64::try_from(length).unwrap_or(u64::MAX),
+            source,
+        };
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches
         // no memory that is in use.
         let raw = unsafe {
