@@ -142,7 +142,7 @@ pub async fn run(config: Config) -> Result<(), RunError> {
     let handler = api::handler(Arc::clone(&app));
     let deadlines = sandboxes.clone();
     background.spawn(async move { deadlines.enforce_deadlines().await });
-    tokio::join!(
+    let _listeners = tokio::join!(
         server::serve(Listener::Network(network), Arc::clone(&handler), stop.asked.clone()),
         server::serve(Listener::Local(local), handler, stop.asked.clone()),
     );
@@ -159,6 +159,7 @@ async fn finish(app: &App, work: &TaskTracker, kill: &CancellationToken) {
     }
     if kill.is_cancelled() {
         let killed = app.sandboxes.kill_all(EndCause::NodeStop).await;
+        app.sandboxes.retire_kinds().await;
         tracing::info!(killed, "ended all sandboxes");
     }
     tracing::info!(sandboxes = app.sandboxes.count(), "stopped");

@@ -82,7 +82,10 @@ pub type Handler = Arc<
 >;
 
 /// Serves until `stop`, then lets requests under way end within a grace period.
-pub async fn serve(listener: Listener, handler: Handler, stop: CancellationToken) {
+///
+/// Returns the listener, which accepts no more: as long as it is kept, whoever connects
+/// waits, and learns that the daemon has gone when it has.
+pub async fn serve(listener: Listener, handler: Handler, stop: CancellationToken) -> Listener {
     let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let connections = TaskTracker::new();
     let cut = CancellationToken::new();
@@ -110,12 +113,12 @@ pub async fn serve(listener: Listener, handler: Handler, stop: CancellationToken
             }
         }
     }
-    drop(listener);
     connections.close();
     if tokio::time::timeout(GRACE, connections.wait()).await.is_err() {
         cut.cancel();
         connections.wait().await;
     }
+    listener
 }
 
 async fn serve_connection(stream: Stream, handler: Handler, stop: CancellationToken) {

@@ -276,6 +276,12 @@ impl TestNode {
         signal(pid, Signal::KILL);
     }
 
+    /// Processes that belong to the node, the daemon among them.
+    #[must_use]
+    pub fn processes(&self) -> Vec<u32> {
+        processes_below(&self.run_directory())
+    }
+
     /// The process that holds the sandbox's control socket.
     #[must_use]
     pub fn process_of(&self, id: &str) -> Option<u32> {

@@ -182,6 +182,9 @@ pub trait Kind: Send + Sync {
         progress: Progress,
     ) -> BoxFuture<'_, Result<TemplateRecord, BuildError>>;
 
+    /// Ends what serves templates. Their files stay; a birth starts it again.
+    fn retire(&self) -> BoxFuture<'_, Result<(), KindError>>;
+
     /// Ends what serves a template and removes its files. Sandboxes live on.
     fn discard(&self, template: TemplateName) -> BoxFuture<'_, Result<(), KindError>>;
 }

@@ -52,6 +52,16 @@ impl Sandboxes {
         all.len()
     }
 
+    /// Ends what serves templates. Sandboxes can still be made: it starts again for them.
+    pub async fn retire_kinds(&self) {
+        for kind in self.0.kinds.values() {
+            if let Err(error) = kind.retire().await {
+                tracing::error!(kind = %kind.name(), error = %chain(&error),
+                    "something that serves templates still runs");
+            }
+        }
+    }
+
     /// Begins to end a sandbox. The work is a task of its own.
     pub fn end(&self, sandbox: &Arc<Sandbox>, cause: EndCause) -> Ended {
         match sandbox.advance(Event::End(cause)) {

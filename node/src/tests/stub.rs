@@ -154,6 +154,10 @@ impl Kind for Stub {
         Box::pin(async { Ok(record) })
     }
 
+    fn retire(&self) -> BoxFuture<'_, Result<(), KindError>> {
+        Box::pin(async { Ok(()) })
+    }
+
     fn discard(&self, _: TemplateName) -> BoxFuture<'_, Result<(), KindError>> {
         Box::pin(async { Ok(()) })
     }

@@ -77,6 +77,32 @@ fn failures_say_what_to_do_and_have_codes_of_their_own() {
 }
 
 #[test]
+fn down_with_kill_leaves_no_process() {
+    let Some(cli) = Cli::new() else { return };
+    cli.ok(&["create"]);
+
+    cli.ok(&["down", "--kill"]);
+
+    // The daemon itself stays a zombie until the test node takes its exit code.
+    let daemon = cli.node.daemon();
+    let left: Vec<_> = cli.node.processes().into_iter().filter(|pid| *pid != daemon).collect();
+    assert!(left.is_empty(), "{left:?} still run");
+}
+
+#[test]
+fn down_keeps_sandboxes_and_templates() {
+    let Some(mut cli) = Cli::new() else { return };
+    let id = cli.ok(&["create"]).trim().to_owned();
+    let process = cli.node.process_of(&id);
+
+    cli.ok(&["down"]);
+    cli.node.start_daemon();
+
+    assert_eq!(cli.ok(&["ls", "--quiet"]).trim(), id);
+    assert_eq!(cli.node.process_of(&id), process);
+}
+
+#[test]
 fn doctor_finds_this_machine_fit() {
     let Some(cli) = Cli::new() else { return };
 

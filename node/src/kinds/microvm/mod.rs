@@ -213,6 +213,16 @@ impl Microvms {
         Ok(())
     }
 
+    /// Ends the template processes, those that an earlier daemon started too.
+    async fn end_templates(&self) -> Result<(), KindError> {
+        let directory = self.layout.templates_run();
+        for name in layout::entries(&directory).map_err(KindError::io("read the templates"))? {
+            let Ok(name) = TemplateName::parse(&name) else { continue };
+            self.templates.stop(&name).await?;
+        }
+        Ok(())
+    }
+
     async fn drop_template(&self, name: TemplateName) -> Result<(), KindError> {
         self.templates.stop(&name).await?;
         for path in [self.layout.template_run(&name), self.layout.template(&name)] {
@@ -279,6 +289,10 @@ impl Kind for Microvms {
         progress: Progress,
     ) -> BoxFuture<'_, Result<TemplateRecord, BuildError>> {
         Box::pin(self.build_template(plan, progress))
+    }
+
+    fn retire(&self) -> BoxFuture<'_, Result<(), KindError>> {
+        Box::pin(self.end_templates())
     }
 
     fn discard(&self, template: TemplateName) -> BoxFuture<'_, Result<(), KindError>> {

@@ -20,7 +20,8 @@ use crate::settings::Settings;
 const DEFAULT_TEMPLATE: &str = "base";
 /// The daemon adopts what runs before it listens.
 const START_PATIENCE: Duration = Duration::from_secs(60);
-const STOP_PATIENCE: Duration = Duration::from_secs(30);
+/// Longer than the daemon waits for work that is under way.
+const STOP_PATIENCE: Duration = Duration::from_secs(90);
 const POLL: Duration = Duration::from_millis(50);
 
 pub(super) async fn up(settings: &Settings, up: &Up, output: Output) -> Result<ExitCode, CliError> {
@@ -149,16 +150,19 @@ async fn ready(settings: &Settings, up: &Up, output: Output) -> Result<(), CliEr
 
 pub(super) async fn down(http: &Http, down: &Down, output: Output) -> Result<(), CliError> {
     http.stop_node(down.kill).await?;
-    let deadline = tokio::time::Instant::now() + STOP_PATIENCE;
-    while http.is_up().await {
-        if tokio::time::Instant::now() > deadline {
-            return Err(CliError::said(
-                "warrend does not stop",
-                "see its log in the run directory",
-            ));
+    // A daemon that ends lets its clients wait until it has gone.
+    let gone = async {
+        while http.is_up().await {
+            tokio::time::sleep(POLL).await;
         }
-        tokio::time::sleep(POLL).await;
-    }
+    };
+    tokio::time::timeout(STOP_PATIENCE, gone).await.map_err(|_| {
+        let seconds = STOP_PATIENCE.as_secs();
+        CliError::said(
+            format!("warrend has not stopped within {seconds} s"),
+            "see its log in the run directory",
+        )
+    })?;
     output.progress("warrend has stopped");
     output.result(&json!({"stopped": true}), String::new);
     Ok(())
