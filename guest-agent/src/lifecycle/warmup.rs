@@ -7,12 +7,13 @@
 
 use std::io;
 use std::rc::Rc;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{HeaderValue, header};
 use serde_json::{Value, json};
 
-use super::hot_files;
+use super::hot_files::{self, Amount};
 use super::own_request::{OwnClient, pair};
 use crate::connect;
 use crate::envd::Envd;
@@ -22,8 +23,8 @@ use crate::net::Socket;
 use crate::runtime::{self, Sender, Source};
 use crate::tunnel;
 
-/// Progress of the file step is told once for so many bytes.
-const PROGRESS_BYTES: u64 = 32 << 20;
+/// Progress of the file step is told so often.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Commands as clients send them, each by the full path of a request.
 const COMMANDS: [&[&str]; 7] = [
@@ -79,16 +80,22 @@ impl Warmup {
     }
 
     async fn read_files(&self) {
-        let mut told = 0;
+        let mut told = Instant::now();
         let read = hot_files::read(hot_files::budget(), async |read| {
-            if read.bytes - told >= PROGRESS_BYTES {
-                told = read.bytes;
-                self.send(&json!({ "step": "hot files", "bytes": read.bytes })).await;
+            if told.elapsed() >= PROGRESS_INTERVAL {
+                told = Instant::now();
+                self.tell_amount(read).await;
             }
         });
         let read = read.await;
-        let (files, bytes) = (read.files, read.bytes);
+        self.tell_amount(read).await;
+    }
+
+    async fn tell_amount(&self, read: Amount) {
+        let Amount { files, bytes } = read;
         self.send(&json!({ "step": "hot files", "files": files, "bytes": bytes })).await;
+        // Reading never waits; this lets the line go out.
+        runtime::yield_now().await;
     }
 
     /// The first TCP connection of a kernel costs more than all later ones; it

@@ -144,10 +144,17 @@ async fn guest_steps(
 
 /// The agent's lines are objects, most with a `step` of their own.
 fn warmup_line(line: String) -> ProgressLine {
-    let detail: Option<serde_json::Value> = serde_json::from_str(&line).ok();
-    let step = detail.as_ref().and_then(|detail| detail["step"].as_str()).map(str::to_owned);
-    let message = step.unwrap_or(if detail.is_some() { "done".to_owned() } else { line });
-    ProgressLine { step: "warmup", message, detail }
+    let Ok(detail) = serde_json::from_str::<serde_json::Value>(&line) else {
+        return ProgressLine { step: "warmup", message: line, detail: None };
+    };
+    let mut message = detail["step"].as_str().unwrap_or("done").to_owned();
+    if let (Some(files), Some(bytes)) = (detail["files"].as_u64(), detail["bytes"].as_u64()) {
+        message.push_str(&format!(", {files} of {} MiB", bytes >> 20));
+    }
+    if let Some(error) = detail["error"].as_str() {
+        message.push_str(&format!(": {error}"));
+    }
+    ProgressLine { step: "warmup", message, detail: Some(detail) }
 }
 
 async fn wait_for_agent(vsock: &Path) -> Result<(), agent::AgentError> {
