@@ -5,21 +5,22 @@ use std::process::Command;
 use warren_tests::{Artifacts, Need, TestNode, missing};
 
 #[test]
-fn ymm_registers_of_two_processes_do_not_mix() {
+fn vector_registers_of_two_processes_do_not_mix() {
     if missing(&[Need::Kvm, Need::Root, Need::Compiler]) || !cpu_has_avx() {
         return;
     }
     let node = TestNode::start();
     let sandbox = node.create();
-    assert_eq!(sandbox.write("/tmp/ymm", &compiled("ymm.c")).status, 200);
+    assert_eq!(sandbox.write("/tmp/vector", &compiled("vector.c")).status, 200);
 
-    let script = "chmod +x /tmp/ymm; /tmp/ymm 1 >/tmp/one & /tmp/ymm 2 >/tmp/two; wait; cat /tmp/one /tmp/two";
+    let script = "chmod +x /tmp/vector; /tmp/vector 1 >/tmp/one & /tmp/vector 2 >/tmp/two; wait; \
+                  cat /tmp/one /tmp/two";
     let lines = sandbox.shell(script).text();
 
     for line in lines.lines() {
         let words: Vec<u64> = line.split(' ').filter_map(|word| word.parse().ok()).collect();
-        let [rounds, switches, corruptions] = words[..] else { panic!("odd line {line:?}") };
-        assert!(rounds > 1000 && switches > 0, "nothing was tested: {line}");
+        let [_rounds, switches, corruptions] = words[..] else { panic!("odd line {line:?}") };
+        assert!(switches > 2000, "hardly anything was tested: {line}");
         assert_eq!(corruptions, 0, "{line}");
     }
     assert_eq!(lines.lines().count(), 2);
@@ -34,7 +35,7 @@ fn compiled(source: &str) -> Vec<u8> {
     let directory = tempfile::tempdir().unwrap();
     let program = directory.path().join("program");
     let status = Command::new("cc")
-        .args(["-O2", "-mavx", "-static", "-o"])
+        .args(["-O2", "-static", "-o"])
         .arg(&program)
         .arg(Artifacts::guest_source(source))
         .status()
