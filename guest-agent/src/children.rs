@@ -21,6 +21,10 @@ use crate::runtime::{Event, Source};
 /// and we listen to few numbers.
 const SIGNALS_PER_READ: usize = 8;
 
+/// Arguments and variables of one program. The kernel takes far more, but copies them one
+/// by one while the agent waits for it.
+const STRINGS_MAX: usize = 8192;
+
 /// Signals that end the agent.
 const ENDING: [Signal; 3] = [Signal::TERM, Signal::INT, Signal::QUIT];
 
@@ -93,6 +97,11 @@ pub enum StartError {
     /// The name of an environment variable is empty or holds `=`.
     #[error("{0:?} cannot be the name of an environment variable")]
     VariableName(String),
+    /// There are too many strings.
+    #[error(
+        "the command has {0} arguments and variables, more than {STRINGS_MAX}; put them into a file"
+    )]
+    TooMany(usize),
     /// The kernel refused.
     #[error(transparent)]
     Spawn(#[from] SpawnError),
@@ -103,7 +112,7 @@ impl StartError {
     pub fn refusal(&self) -> Option<(SpawnStep, &io::Error)> {
         match self {
             StartError::Spawn(error) => Some((error.step, &error.source)),
-            StartError::Nul(_) | StartError::VariableName(_) => None,
+            StartError::Nul(_) | StartError::VariableName(_) | StartError::TooMany(_) => None,
         }
     }
 }
@@ -134,6 +143,10 @@ impl Children {
 
     /// Starts a program in a session of its own.
     pub fn start(&self, program: &Program<'_>) -> Result<Child, StartError> {
+        let strings = program.arguments.len() + program.environment.len();
+        if strings > STRINGS_MAX {
+            return Err(StartError::TooMany(strings));
+        }
         let c_string = |what, text: &str| CString::new(text).map_err(|_| StartError::Nul(what));
         let mut environment = Vec::with_capacity(program.environment.len());
         for (name, value) in program.environment {

@@ -72,7 +72,7 @@ async fn compose(agent: &Agent, request: Request) -> Result<Reply, FileError> {
         FileError::from_io(format_args!("write '{}'", destination.display()), &error)
     };
     let parent = destination.parent().unwrap_or(&destination);
-    owner::make_directories(parent, &user).map_err(failed)?;
+    owner::make_directories(parent, &user).await.map_err(failed)?;
     let unfinished = Unfinished::beside(&destination).map_err(failed)?;
     join(&sources, &unfinished).await.map_err(failed)?;
     owner::give(&unfinished.path, &user).map_err(failed)?;

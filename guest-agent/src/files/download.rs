@@ -63,17 +63,26 @@ pub fn answer(path: &Path, headers: &HeaderMap) -> Result<Reply, FileError> {
         let value = format!("bytes {start}-{}/{length}", end - 1);
         let value = HeaderValue::try_from(value).expect("digits are valid in a header");
         reply.headers_mut().insert(header::CONTENT_RANGE, value);
-        *reply.body_mut() = Body::stream(FileStream { file, left: Some(end - start) });
+        *reply.body_mut() = Body::stream(FileStream { file, left: Some(end - start), ahead: None });
     } else if coding == Coding::Gzip && length >= GZIP_BYTES_MIN {
         let encoder = GzEncoder::new(Vec::new(), Compression::fast());
-        let file = FileStream { file, left: None };
+        let file = FileStream { file, left: None, ahead: None };
         *reply.body_mut() = Body::stream(GzipStream { file, encoder: Some(encoder) });
         let gzip = HeaderValue::from_static("gzip");
         reply.headers_mut().insert(header::CONTENT_ENCODING, gzip);
     } else {
-        // Files of /proc claim to be empty: their length is known at the end.
+        // Files of /proc claim to be empty: their length is known at the end, and some
+        // refuse to be read at all.
         let left = Some(length).filter(|length| *length > 0);
-        *reply.body_mut() = Body::stream(FileStream { file, left });
+        let mut stream = FileStream { file, left, ahead: None };
+        if left.is_none() {
+            let first = stream.read();
+            stream.ahead = Some(
+                first
+                    .map_err(|error| FileError::from_io(format_args!("read '{shown}'"), &error))?,
+            );
+        }
+        *reply.body_mut() = Body::stream(stream);
     }
     let headers = reply.headers_mut();
     let kind = HeaderValue::from_static("application/octet-stream");
@@ -107,6 +116,8 @@ struct FileStream {
     file: File,
     /// Bytes promised to the client; `None` is until the end.
     left: Option<u64>,
+    /// What was read before the answer began.
+    ahead: Option<Bytes>,
 }
 
 impl FileStream {
@@ -134,7 +145,7 @@ impl FileStream {
 
 impl ChunkStream for FileStream {
     fn poll_chunk(&mut self, _: &mut Context<'_>) -> Poll<Option<io::Result<Bytes>>> {
-        match self.read() {
+        match self.ahead.take().map_or_else(|| self.read(), Ok) {
             Ok(bytes) if bytes.is_empty() => Poll::Ready(None),
             other => Poll::Ready(Some(other)),
         }

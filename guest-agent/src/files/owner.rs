@@ -1,34 +1,52 @@
 //! Directories that belong to the user they were made for.
 
+use std::ffi::OsStr;
 use std::io;
-use std::path::Path;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Component, Path};
 
-use rustix::fs::{Gid, Mode, Uid};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
+use rustix::io::Errno;
 
+use crate::runtime;
 use crate::users::User;
 
-/// Makes `path` and its missing parents, each owned by `user`.
-pub fn make_directories(path: &Path, user: &User) -> io::Result<()> {
-    let mut missing = Vec::new();
-    let mut place = path;
+/// Makes `path` and its missing parents, each owned by `user`. Each directory is made
+/// beside the one before, so that a deep path costs as much as its length, and other
+/// requests get their turn in between.
+pub async fn make_directories(path: &Path, user: &User) -> io::Result<()> {
     // Most uploads go to a directory that is there: one call tells.
-    loop {
-        match rustix::fs::stat(place) {
-            Ok(stat) if rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir() => break,
-            Ok(_) => return Err(rustix::io::Errno::NOTDIR.into()),
-            Err(rustix::io::Errno::NOENT) => missing.push(place),
-            Err(error) => return Err(error.into()),
-        }
-        let Some(parent) = place.parent() else { break };
-        place = parent;
+    match rustix::fs::stat(path) {
+        Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_dir() => return Ok(()),
+        Ok(_) => return Err(Errno::NOTDIR.into()),
+        Err(Errno::NOENT) => {}
+        Err(error) => return Err(error.into()),
     }
-    for place in missing.into_iter().rev() {
-        match rustix::fs::mkdir(place, Mode::from_raw_mode(0o755)) {
-            Ok(()) => give(place, user)?,
-            // Another request made it meanwhile.
-            Err(rustix::io::Errno::EXIST) => {}
-            Err(error) => return Err(error.into()),
-        }
+    let is_root = rustix::process::geteuid().is_root();
+    let (uid, gid) = ids(user);
+    let open = |place: BorrowedFd<'_>, name: &OsStr| {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        rustix::fs::openat(place, name, flags, Mode::empty())
+    };
+    let mut place = open(rustix::fs::CWD, OsStr::new("/"))?;
+    for component in path.components() {
+        let Component::Normal(name) = component else { continue };
+        place = match open(place.as_fd(), name) {
+            Err(Errno::NOENT) => {
+                match rustix::fs::mkdirat(&place, name, Mode::from_raw_mode(0o755)) {
+                    Ok(()) if is_root => {
+                        let flags = AtFlags::SYMLINK_NOFOLLOW;
+                        rustix::fs::chownat(&place, name, Some(uid), Some(gid), flags)?;
+                    }
+                    // Without privileges it is the agent's; or another request made it.
+                    Ok(()) | Err(Errno::EXIST) => {}
+                    Err(error) => return Err(error.into()),
+                }
+                runtime::yield_now().await;
+                open(place.as_fd(), name)?
+            }
+            other => other?,
+        };
     }
     Ok(())
 }

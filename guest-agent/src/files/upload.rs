@@ -51,7 +51,7 @@ pub async fn answer(
         let path = query.value("path").ok_or_else(|| {
             FileError::bad_request("an octet-stream upload needs the path query parameter")
         })?;
-        let mut writer = Writer::create(&resolve(path)?, user)?;
+        let mut writer = Writer::create(&resolve(path)?, user).await?;
         while let Some(chunk) = body.next().await? {
             writer.write(&chunk)?;
         }
@@ -70,7 +70,7 @@ pub async fn answer(
                 let message = format!("'{}' is uploaded twice in one request", path.display());
                 return Err(FileError::bad_request(message));
             }
-            let mut writer = Writer::create(&path, user)?;
+            let mut writer = Writer::create(&path, user).await?;
             while let Some(chunk) = form.next_chunk().await? {
                 writer.write(&chunk)?;
             }
@@ -92,7 +92,7 @@ struct Writer {
 
 impl Writer {
     /// Opens the file anew, its missing directories included.
-    fn create(path: &Path, user: &User) -> Result<Self, FileError> {
+    async fn create(path: &Path, user: &User) -> Result<Self, FileError> {
         let shown = path.display();
         // Without the flag, opening a FIFO would wait for a reader.
         let flags = i32::try_from(OFlags::NONBLOCK.bits()).expect("a small constant");
@@ -104,7 +104,7 @@ impl Writer {
         let file = match open() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 let parent = path.parent().unwrap_or(path);
-                owner::make_directories(parent, user).map_err(|error| {
+                owner::make_directories(parent, user).await.map_err(|error| {
                     FileError::from_io(format_args!("make '{}'", parent.display()), &error)
                 })?;
                 open()

@@ -42,9 +42,15 @@ impl Filesystem {
     pub async fn answer(&self, method: &str, request: Request) -> Reply {
         match method {
             "Stat" => unary(request, |m: PathRequest, h| self.stat(&m, h)).await,
-            "ListDir" => unary(request, |m: ListDirRequest, h| self.list(&m, h)).await,
-            "MakeDir" => unary(request, |m: PathRequest, h| self.make(&m, h)).await,
-            "Move" => unary(request, |m: MoveRequest, h| self.move_entry(&m, h)).await,
+            "ListDir" => {
+                connect::unary(request, |m, h| async move { self.list(&m, &h).await }).await
+            }
+            "MakeDir" => {
+                connect::unary(request, |m, h| async move { self.make(&m, &h).await }).await
+            }
+            "Move" => {
+                connect::unary(request, |m, h| async move { self.move_entry(&m, &h).await }).await
+            }
             "Remove" => unary(request, |m: PathRequest, h| self.remove(&m, h)).await,
             "WatchDir" => self.watch(request).await,
             "CreateWatcher" => {
@@ -63,30 +69,34 @@ impl Filesystem {
         Ok(EntryReply { entry: Entry::of(&path, &self.agent.users)? })
     }
 
-    fn list(
+    async fn list(
         &self,
         message: &ListDirRequest,
         headers: &HeaderMap,
     ) -> Result<ListDirReply, ConnectError> {
         let (path, _) = self.place(&message.path, headers)?;
-        let entries = walk::list(&path, message.depth.max(1), &self.agent.users)?;
+        let entries = walk::list(&path, message.depth.max(1), &self.agent.users).await?;
         Ok(ListDirReply { entries })
     }
 
-    fn make(&self, message: &PathRequest, headers: &HeaderMap) -> Result<EntryReply, ConnectError> {
+    async fn make(
+        &self,
+        message: &PathRequest,
+        headers: &HeaderMap,
+    ) -> Result<EntryReply, ConnectError> {
         let (path, user) = self.place(&message.path, headers)?;
-        modify::make_directory(&path, &user)?;
+        modify::make_directory(&path, &user).await?;
         Ok(EntryReply { entry: Entry::of(&path, &self.agent.users)? })
     }
 
-    fn move_entry(
+    async fn move_entry(
         &self,
         message: &MoveRequest,
         headers: &HeaderMap,
     ) -> Result<EntryReply, ConnectError> {
         let (source, user) = self.place(&message.source, headers)?;
         let (destination, _) = self.place(&message.destination, headers)?;
-        modify::move_entry(&source, &destination, &user)?;
+        modify::move_entry(&source, &destination, &user).await?;
         Ok(EntryReply { entry: Entry::of(&destination, &self.agent.users)? })
     }
 

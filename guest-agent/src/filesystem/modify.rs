@@ -8,7 +8,7 @@ use crate::files;
 use crate::users::User;
 
 /// Makes a directory and its missing parents.
-pub fn make_directory(path: &Path, user: &User) -> Result<(), ConnectError> {
+pub async fn make_directory(path: &Path, user: &User) -> Result<(), ConnectError> {
     match std::fs::metadata(path) {
         Ok(meta) if meta.is_dir() => {
             let message = format!("directory already exists: {}", path.display());
@@ -21,14 +21,18 @@ pub fn make_directory(path: &Path, user: &User) -> Result<(), ConnectError> {
         }
         Err(_) => {}
     }
-    files::make_directories(path, user).map_err(|error| {
+    files::make_directories(path, user).await.map_err(|error| {
         ConnectError::from_io(&format!("make directory '{}'", path.display()), &error)
     })
 }
 
 /// Moves an entry; a file that is in the way is replaced, missing parents of
 /// the destination are made.
-pub fn move_entry(source: &Path, destination: &Path, user: &User) -> Result<(), ConnectError> {
+pub async fn move_entry(
+    source: &Path,
+    destination: &Path,
+    user: &User,
+) -> Result<(), ConnectError> {
     let fail = |error: &io::Error| {
         let what = format!("move '{}' to '{}'", source.display(), destination.display());
         ConnectError::from_io(&what, error)
@@ -38,7 +42,7 @@ pub fn move_entry(source: &Path, destination: &Path, user: &User) -> Result<(), 
             // Either the source is missing or the destination's parent.
             std::fs::symlink_metadata(source).map_err(|error| fail(&error))?;
             let parent = destination.parent().unwrap_or(destination);
-            files::make_directories(parent, user).map_err(|error| fail(&error))?;
+            files::make_directories(parent, user).await.map_err(|error| fail(&error))?;
             std::fs::rename(source, destination)
         }
         other => other,

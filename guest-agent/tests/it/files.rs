@@ -36,6 +36,41 @@ fn upload_large_file_arrives_whole() {
 }
 
 #[test]
+fn deep_upload_and_large_listing_let_others_have_their_turn() {
+    let agent = Agent::start();
+    let deep = agent.path(&"d/".repeat(1500));
+    let place = agent.path("many");
+    std::fs::create_dir(&place).unwrap();
+    for number in 0..5000 {
+        std::fs::write(format!("{place}/{number}"), "").unwrap();
+    }
+    std::thread::scope(|scope| {
+        let heavy = [
+            scope.spawn(|| upload(&agent, &format!("{deep}file"), &[], b"deep").status),
+            scope.spawn(|| {
+                let listed = json!({"path": place, "depth": 9});
+                agent.call("/filesystem.Filesystem/ListDir", &listed).0
+            }),
+        ];
+        while !heavy.iter().all(|request| request.is_finished()) {
+            assert_eq!(agent.request("GET", "/health", &[], b"").status, 204);
+        }
+        for request in heavy {
+            assert_eq!(request.join().unwrap(), 200);
+        }
+    });
+    assert_eq!(std::fs::read(format!("{deep}file")).unwrap(), b"deep");
+}
+
+#[test]
+fn download_of_a_file_that_cannot_be_read_says_so() {
+    let agent = Agent::start();
+    let reply = download(&agent, "/proc/self/mem", &[]);
+    assert_eq!(reply.status, 500);
+    assert!(reply.text().contains("read '/proc/self/mem'"), "{}", reply.text());
+}
+
+#[test]
 fn upload_form_with_several_files() {
     let agent = Agent::start();
     let (first, second) = (agent.path("a"), agent.path("b \"q\""));

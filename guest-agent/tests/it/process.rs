@@ -30,6 +30,16 @@ fn start_reports_output_and_exit() {
 }
 
 #[test]
+fn start_with_too_many_arguments_is_refused_at_once() {
+    let agent = Agent::start();
+    let message = json!({"process": {"cmd": "/bin/true", "args": vec!["x"; 100_000]}});
+    let outcome = agent.stream("/process.Process/Start", &message, &[]).finish();
+    assert_eq!(outcome.error["code"], "invalid_argument");
+    let text = outcome.error["message"].as_str().unwrap();
+    assert!(text.contains("more than 8192"), "{text}");
+}
+
+#[test]
 fn start_with_background_child_ends_with_the_command() {
     let agent = Agent::start();
     let begun = Instant::now();

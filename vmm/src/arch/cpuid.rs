@@ -1,11 +1,16 @@
 //! What CPUID shows to the guest.
 //!
 //! A profile cuts down what KVM supports, so that a template made on one node runs on
-//! another. On a back end that emulates the guest's kernel, user code sees the host's
-//! CPUID whatever is set here; bits are cut so that the *kernel* uses only what the
-//! emulator has or what [`crate::complete`] completes.
+//! another. On a back end that emulates the guest's kernel, user code runs natively and sees
+//! the host's CPUID or, where the host can trap it, this one. Bits are cut so that the
+//! *kernel* uses only what the emulator has or what [`crate::complete`] completes; where
+//! the kernel's own switch drops a feature, user code keeps it.
 
-use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
+use std::arch::x86_64::__cpuid;
+
+use kvm_bindings::{
+    CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2,
+};
 use kvm_ioctls::Kvm;
 use warren_vmm_api::CpuProfile;
 
@@ -22,7 +27,6 @@ const XCR0_V2: u32 = 0x3;
 mod leaf1 {
     pub const ECX_MONITOR: u32 = 1 << 3;
     pub const ECX_FMA: u32 = 1 << 12;
-    pub const ECX_CX16: u32 = 1 << 13;
     pub const ECX_X2APIC: u32 = 1 << 21;
     pub const ECX_MOVBE: u32 = 1 << 22;
     pub const ECX_TSC_DEADLINE: u32 = 1 << 24;
@@ -56,6 +60,8 @@ mod kvm_leaf {
 }
 
 mod extended1 {
+    /// LZCNT, by AMD's name ABM.
+    pub const ECX_LZCNT: u32 = 1 << 5;
     /// SVM, LWP, performance counters (core, north bridge, L3).
     pub const ECX_MASKED: u32 = (1 << 2) | (1 << 15) | (1 << 23) | (1 << 24) | (1 << 28);
 }
@@ -85,9 +91,15 @@ impl GuestCpuid {
             mask_unsaveable(entry);
             mask_for_profile(entry, profile);
             match backend {
-                Backend::Emulating => mask_for_emulation(entry),
+                Backend::Emulating => {
+                    mask_for_emulation(entry);
+                    show_native(entry, profile);
+                }
                 Backend::Hardware => {}
             }
+        }
+        if vcpus > 1 {
+            add_topology(&mut template).step(|| "describe the processors in CPUID".to_owned(), "")?;
         }
         Ok(Self { template, vcpus })
     }
@@ -126,11 +138,33 @@ impl GuestCpuid {
                     };
                     entry.edx = id;
                 }
+                // AMD: extended APIC id, core id.
+                0x8000_001e => (entry.eax, entry.ebx) = (id, id),
                 _ => {}
             }
         }
         cpuid
     }
+}
+
+/// KVM reports only the first part of the topology leaf, which says that there is no
+/// topology; [`GuestCpuid::of_vcpu`] fills in what is added here.
+fn add_topology(template: &mut CpuId) -> Result<(), vmm_sys_util::fam::Error> {
+    let leaf = |entry: &kvm_cpuid_entry2, index| (entry.function, entry.index) == (0xb, index);
+    if !template.as_slice().iter().any(|entry| leaf(entry, 0)) {
+        return Ok(());
+    }
+    for index in [1, 2] {
+        if !template.as_slice().iter().any(|entry| leaf(entry, index)) {
+            template.push(kvm_cpuid_entry2 {
+                function: 0xb,
+                index,
+                flags: KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+                ..Default::default()
+            })?;
+        }
+    }
+    Ok(())
 }
 
 fn mask_unsaveable(entry: &mut kvm_cpuid_entry2) {
@@ -181,7 +215,16 @@ fn mask_for_profile(entry: &mut kvm_cpuid_entry2, profile: CpuProfile) {
             }
         }
         (0xd, 0) => entry.eax &= if below_v3 { XCR0_V2 } else { XCR0_V3 },
+        (0x8000_0001, _) if below_v3 => entry.ecx &= !extended1::ECX_LZCNT,
         _ => {}
+    }
+}
+
+/// Such a back end leaves out what it cannot emulate, yet user code runs natively, and
+/// programs look in CPUID for the whole of x86-64-v3. A guest kernel does not use LZCNT.
+fn show_native(entry: &mut kvm_cpuid_entry2, profile: CpuProfile) {
+    if entry.function == 0x8000_0001 && profile != CpuProfile::V2 {
+        entry.ecx |= __cpuid(0x8000_0001).ecx & extended1::ECX_LZCNT;
     }
 }
 
@@ -190,7 +233,6 @@ fn mask_for_emulation(entry: &mut kvm_cpuid_entry2) {
         (1, _) => {
             // User code sees XSAVE and AVX natively: the kernel has to switch them.
             entry.ecx |= leaf1::ECX_XSAVE | leaf1::ECX_AVX;
-            entry.ecx &= !leaf1::ECX_CX16;
         }
         (7, 0) => {
             entry.ecx &= !leaf7::ECX_RDPID;
@@ -251,6 +293,18 @@ mod tests {
         let mut leaf = entry(0xd, 0);
         mask_unsaveable(&mut leaf);
         assert_eq!(leaf.eax & (3 << 17), 0);
+    }
+
+    #[test]
+    fn several_vcpus_are_cores_of_one_socket() {
+        let mut template = CpuId::from_entries(&[entry(1, 0), entry(0xb, 0)]).unwrap();
+        add_topology(&mut template).unwrap();
+        add_topology(&mut template).unwrap();
+        let cpuid = GuestCpuid::restore(template, 3).of_vcpu(2);
+        let [_, threads, cores, end] = cpuid.as_slice() else { panic!("{cpuid:?}") };
+        assert_eq!((threads.eax, threads.ebx, threads.ecx), (0, 1, 0x100));
+        assert_eq!((cores.eax, cores.ebx, cores.ecx, cores.edx), (2, 3, 0x201, 2));
+        assert_eq!((end.eax, end.ebx, end.ecx), (0, 0, 2));
     }
 
     #[test]
