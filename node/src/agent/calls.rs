@@ -20,7 +20,7 @@ use crate::kinds::GuestPort;
 const HEALTH_LIMIT: Duration = Duration::from_secs(10);
 /// Setting clock, names and randomness takes an emulated guest kernel long.
 const INIT_LIMIT: Duration = Duration::from_secs(60);
-const METRICS_LIMIT: Duration = Duration::from_secs(15);
+const METRICS_LIMIT: Duration = Duration::from_secs(10);
 /// Replies of the agent to the node are small.
 const REPLY_BYTES_MAX: usize = 1 << 20;
 

@@ -8,6 +8,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use futures_util::StreamExt;
 use futures_util::stream;
+use http::StatusCode;
 use jiff::Timestamp;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -15,6 +16,7 @@ use serde_json::{Value, json};
 use super::extract::{Params, Segment};
 use super::sandboxes::running;
 use super::{ApiError, App, view};
+use crate::error::chain;
 
 /// Sandboxes asked for at once in one request.
 const MANY_MAX: usize = 100;
@@ -52,7 +54,10 @@ pub async fn metrics(
         return Err(ApiError::bad_request("start is after end"));
     }
     let vcpus = sandbox.with_record(|record| record.vcpus);
-    let samples = sandbox.usage_between(start, end).await;
+    let samples = sandbox.usage_between(start, end).await.map_err(|error| {
+        let text = format!("sandbox {id} does not tell its metrics: {}", chain(&error));
+        ApiError::new(StatusCode::GATEWAY_TIMEOUT, text)
+    })?;
     let views: Vec<Value> = samples.iter().map(|sample| view::sample(vcpus, sample)).collect();
     Ok(Json(views).into_response())
 }

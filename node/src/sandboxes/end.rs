@@ -121,7 +121,7 @@ impl Sandboxes {
         }
         self.forget(sandbox);
         self.0.metrics.end(cause);
-        tracing::debug!(sandbox_id = %sandbox.id(), cause = cause.label(),
+        tracing::info!(sandbox_id = %sandbox.id(), cause = cause.label(),
             took_ms = begin.elapsed().as_millis(), "sandbox ended");
         let moved = sandbox.advance(Event::Cleaned);
         assert!(moved.is_ok(), "only this task moves a sandbox out of killing");

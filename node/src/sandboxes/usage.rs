@@ -56,17 +56,28 @@ impl Usage {
 impl Sandbox {
     /// Samples from `start` to `end`, both included; takes a fresh one if the range
     /// includes the present.
-    pub async fn usage_between(&self, start: Timestamp, end: Timestamp) -> Vec<Sample> {
+    ///
+    /// # Errors
+    /// When there is no sample at all and the agent does not give one.
+    pub async fn usage_between(
+        &self,
+        start: Timestamp,
+        end: Timestamp,
+    ) -> Result<Vec<Sample>, AgentError> {
         let now = Timestamp::now();
         if start <= now
             && end >= now
             && let Err(error) = self.sample().await
         {
             tracing::debug!(sandbox_id = %self.id(), %error, "no fresh sample");
+            // An older sample is better than none, but none is no answer.
+            if self.usage.last().is_none() {
+                return Err(error);
+            }
         }
         // A sample taken just now is within a range that ends just now.
         let end = if end >= now { end.max(Timestamp::now()) } else { end };
-        self.usage.between(start, end)
+        Ok(self.usage.between(start, end))
     }
 
     /// The last sample, fresh if possible.

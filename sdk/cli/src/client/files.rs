@@ -23,6 +23,10 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
+    pub(crate) fn is_file(&self) -> bool {
+        self.kind == "FILE_TYPE_FILE"
+    }
+
     pub(crate) fn is_directory(&self) -> bool {
         self.kind == "FILE_TYPE_DIRECTORY"
     }

@@ -26,7 +26,8 @@ enum Place {
 }
 
 pub(super) async fn cp(http: &Http, cp: &Cp, output: Output) -> Result<(), CliError> {
-    let mut copier = Copier { recursive: cp.recursive, output, files: 0, bytes: 0 };
+    let mut copier =
+        Copier { recursive: cp.recursive, output, files: 0, bytes: 0, left_out: Vec::new() };
     match (place(&cp.source), place(&cp.destination)) {
         (Place::Remote { sandbox, path }, destination @ (Place::Local(_) | Place::Stream)) => {
             let agent = Agent::of(http, &sandbox, cp.user.as_deref()).await?;
@@ -46,9 +47,10 @@ pub(super) async fn cp(http: &Http, cp: &Cp, output: Output) -> Result<(), CliEr
             return Err(CliError::said("neither path is in a sandbox", "write it as ID:PATH"));
         }
     }
-    let (files, bytes) = (copier.files, copier.bytes);
+    let Copier { files, bytes, left_out, .. } = copier;
     if output.is_json() {
-        output.result(&serde_json::json!({"files": files, "bytes": bytes}), String::new);
+        let value = serde_json::json!({"files": files, "bytes": bytes, "leftOut": left_out});
+        output.result(&value, String::new);
     } else {
         output.progress(&format!("copied {files} file(s), {}", output::bytes(bytes)));
     }
@@ -75,9 +77,16 @@ struct Copier {
     output: Output,
     files: u64,
     bytes: u64,
+    /// Links and special files inside a directory.
+    left_out: Vec<String>,
 }
 
 impl Copier {
+    fn leave_out(&mut self, path: String) {
+        self.output.progress(&format!("left out: {path} is a link or a special file"));
+        self.left_out.push(path);
+    }
+
     async fn send(&mut self, agent: &Agent, source: Place, path: &str) -> Result<(), CliError> {
         let local = match source {
             Place::Local(local) => local,
@@ -92,14 +101,25 @@ impl Copier {
         let target = if into { join(path, &name) } else { path.to_owned() };
 
         let mut left = vec![(local, target)];
+        let mut is_named = true;
         while let Some((local, target)) = left.pop() {
-            let metadata =
-                tokio::fs::metadata(&local).await.map_err(CliError::file("look at", &local))?;
+            // What the user names may be a link; what a directory holds is copied as it is.
+            let named = std::mem::replace(&mut is_named, false);
+            let metadata = match named {
+                true => tokio::fs::metadata(&local).await,
+                false => tokio::fs::symlink_metadata(&local).await,
+            };
+            let metadata = metadata.map_err(CliError::file("look at", &local))?;
+            if !named && !metadata.is_dir() && !metadata.is_file() {
+                self.leave_out(local.display().to_string());
+                continue;
+            }
             if !metadata.is_dir() {
                 let file =
                     tokio::fs::File::open(&local).await.map_err(CliError::file("open", &local))?;
                 self.output_file(&target);
-                self.send_stream(agent, file, Some(metadata.len()), &target).await?;
+                let length = metadata.is_file().then_some(metadata.len());
+                self.send_stream(agent, file, length, &target).await?;
                 continue;
             }
             self.need_recursive(&local.display().to_string())?;
@@ -163,6 +183,10 @@ impl Copier {
             self.need_recursive(&entry.path)?;
             tokio::fs::create_dir_all(&local).await.map_err(CliError::file("create", &local))?;
             for inner in agent.list(&entry.path).await? {
+                if !inner.is_directory() && !inner.is_file() {
+                    self.leave_out(inner.path);
+                    continue;
+                }
                 let local = local.join(plain_name(&inner.name)?);
                 left.push((inner, local));
             }
