@@ -38,34 +38,57 @@ def _missing() -> str | None:
     return None
 
 
+def _started(*flags):
+    """A node of the harness, until the generator is closed."""
+    reason = _missing()
+    if reason:
+        pytest.skip(reason)
+    process = subprocess.Popen(
+        [PROGRAMS / "warren-test-node", *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    line = process.stdout.readline()
+    if not line:
+        pytest.exit(f"the test node did not start (exit code {process.wait()})", returncode=1)
+    told = json.loads(line)
+    try:
+        yield Node(told["url"], told["apiKey"], told["template"], told["log"])
+    finally:
+        process.stdin.close()
+        process.wait(timeout=120)
+
+
+def _point_sdk_at(node, set_variable, delete_variable):
+    set_variable("E2B_API_URL", node.url)
+    set_variable("E2B_SANDBOX_URL", node.url)
+    set_variable("E2B_API_KEY", node.api_key)
+    delete_variable("E2B_DEBUG")
+    delete_variable("E2B_DOMAIN")
+
+
+def _named(template):
+    """The node that the environment names, if it does."""
+    url = os.environ.get("WARREN_TEST_URL")
+    return Node(url, os.environ["WARREN_TEST_API_KEY"], template, None) if url else None
+
+
 @pytest.fixture(scope="session")
 def node():
     """A node with the template `base`; the SDK is pointed at it."""
-    url = os.environ.get("WARREN_TEST_URL")
-    process = None
-    if url:
-        node = Node(url, os.environ["WARREN_TEST_API_KEY"], os.environ.get("WARREN_TEST_TEMPLATE", "base"), None)
-    else:
-        reason = _missing()
-        if reason:
-            pytest.skip(reason)
-        process = subprocess.Popen(
-            [PROGRAMS / "warren-test-node"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        line = process.stdout.readline()
-        if not line:
-            pytest.exit(f"the test node did not start (exit code {process.wait()})", returncode=1)
-        told = json.loads(line)
-        node = Node(told["url"], told["apiKey"], told["template"], told["log"])
-    os.environ["E2B_API_URL"] = node.url
-    os.environ["E2B_SANDBOX_URL"] = node.url
-    os.environ["E2B_API_KEY"] = node.api_key
-    os.environ.pop("E2B_DEBUG", None)
-    os.environ.pop("E2B_DOMAIN", None)
-    yield node
-    if process:
-        process.stdin.close()
-        process.wait(timeout=120)
+    named = _named(os.environ.get("WARREN_TEST_TEMPLATE", "base"))
+    for node in [named] if named else _started():
+        _point_sdk_at(node, os.environ.__setitem__, lambda name: os.environ.pop(name, None))
+        yield node
+
+
+@pytest.fixture(scope="module")
+def interpreter_node():
+    """A node with the template of the code interpreter; while a file's tests run,
+    the SDK is pointed at it."""
+    named = _named("code-interpreter-v1")
+    with pytest.MonkeyPatch.context() as patch:
+        for node in [named] if named else _started("--code-interpreter"):
+            _point_sdk_at(node, patch.setenv, lambda name: patch.delenv(name, raising=False))
+            yield node
 
 
 @pytest.fixture
@@ -117,10 +140,10 @@ async def async_sandbox(node):
 
 
 @pytest.fixture
-def interpreter(node):
-    """A sandbox of the code interpreter's SDK."""
+def interpreter(interpreter_node):
+    """A sandbox of the code interpreter's SDK, of the template that it asks for by itself."""
     from e2b_code_interpreter import Sandbox
 
-    sandbox = Sandbox.create(template=node.template, timeout=SANDBOX_TIMEOUT, request_timeout=REQUEST_TIMEOUT)
+    sandbox = Sandbox.create(timeout=SANDBOX_TIMEOUT, request_timeout=REQUEST_TIMEOUT)
     yield sandbox
     sandbox.kill()

@@ -74,8 +74,6 @@ def test_top_level_await(interpreter):
 
 
 def test_matplotlib_figures_are_images_and_charts(interpreter):
-    if run(interpreter, "import matplotlib").error:
-        pytest.skip("the image has no matplotlib")
     execution = run(
         interpreter,
         "import matplotlib.pyplot as plt\n"
@@ -93,11 +91,33 @@ def test_matplotlib_figures_are_images_and_charts(interpreter):
 
 
 def test_dataframes_are_tables(interpreter):
-    if run(interpreter, "import pandas").error:
-        pytest.skip("the image has no pandas")
-    result = run(interpreter, "pandas.DataFrame({'a': [1, 2], 'b': ['x', 'y']})").results[0]
+    execution = run(interpreter, "import pandas\npandas.DataFrame({'a': [1, 2], 'b': ['x', 'y']})")
+    assert execution.error is None
+    (result,) = execution.results
     assert "<table" in result.html
+    assert result.text.split() == ["a", "b", "0", "1", "x", "1", "2", "y"]
     assert result.data == {"a": [1, 2], "b": ["x", "y"]}
+
+
+def test_numpy_computes(interpreter):
+    cell = "import numpy\nmatrix = numpy.arange(6.0).reshape(2, 3)\n(matrix @ matrix.T).tolist()"
+    execution = run(interpreter, cell)
+    assert (execution.error, execution.text) == (None, "[[5.0, 14.0], [14.0, 50.0]]")
+
+
+def test_results_and_errors_are_handed_to_callbacks(interpreter):
+    results, errors = [], []
+    options = {"on_result": results.append, "on_error": errors.append}
+    run(interpreter, "display(1)\n2", **options)
+    run(interpreter, "1 / 0", **options)
+    assert [result.text for result in results] == ["1", "2"]
+    assert [error.name for error in errors] == ["ZeroDivisionError"]
+
+
+def test_large_output_arrives_whole(interpreter):
+    execution = run(interpreter, "for i in range(2000):\n    print(i, 'x' * 500)")
+    lines = "".join(execution.logs.stdout).splitlines()
+    assert lines == [f"{i} {'x' * 500}" for i in range(2000)]
 
 
 def test_environment_is_of_the_cell_alone(interpreter):

@@ -1,6 +1,7 @@
 //! The programs, kernel and images under test.
 //!
-//! `make test` names them by `WARREN_BIN`, `WARREN_KERNEL` and `WARREN_ROOTFS`.
+//! `make test` names them by `WARREN_BIN`, `WARREN_KERNEL`, `WARREN_ROOTFS` and
+//! `WARREN_CODE_INTERPRETER_ROOTFS`.
 //! Without these, the programs are those that cargo built last, and the scripts
 //! that build kernel and image are asked (they answer at once if nothing changed).
 
@@ -16,6 +17,8 @@ pub struct Artifacts {
     pub kernel: PathBuf,
     /// Root image of the `base` recipe.
     pub rootfs: PathBuf,
+    /// Root image of the `code-interpreter` recipe.
+    pub code_interpreter_rootfs: PathBuf,
 }
 
 impl Artifacts {
@@ -39,7 +42,23 @@ impl Artifacts {
                 .unwrap_or_else(|| ask(&root, "guest-kernel/build", &["--print-path"])),
             rootfs: from_environment("WARREN_ROOTFS")
                 .unwrap_or_else(|| ask(&root, "image/build", &["base", "--print-path"])),
+            code_interpreter_rootfs: from_environment("WARREN_CODE_INTERPRETER_ROOTFS")
+                .unwrap_or_else(|| {
+                    ask(&root, "image/build", &["code-interpreter", "--print-path"])
+                }),
         }
+    }
+
+    /// Guest kernel for several vCPUs; built when it is first asked for, unless
+    /// `WARREN_KERNEL_SMP` names one.
+    ///
+    /// # Panics
+    /// If it cannot be built.
+    #[must_use]
+    pub fn kernel_smp() -> PathBuf {
+        from_environment("WARREN_KERNEL_SMP").unwrap_or_else(|| {
+            ask(&workspace(), "guest-kernel/build", &["--variant", "smp", "--print-path"])
+        })
     }
 
     /// A C program for the guest, in `tests/guest`.

@@ -15,7 +15,7 @@ use crate::artifacts::{Artifacts, cache};
 use crate::census::{Census, processes_below};
 use crate::http::{Client, Reply};
 use crate::sandbox::Sandbox;
-use crate::shared;
+use crate::shared::{self, Contents};
 
 const START_PATIENCE: Duration = Duration::from_secs(60);
 const STOP_PATIENCE: Duration = Duration::from_secs(30);
@@ -23,6 +23,9 @@ const POLL: Duration = Duration::from_millis(20);
 
 /// The template that the shared state holds.
 pub(crate) const TEMPLATE: &str = "base";
+
+/// The template that the code interpreter's SDK asks for by default.
+pub(crate) const CODE_INTERPRETER_TEMPLATE: &str = "code-interpreter-v1";
 
 /// How a node is to start.
 #[derive(Debug, Clone, Default)]
@@ -33,6 +36,8 @@ pub struct NodeOptions {
     pub state: Option<PathBuf>,
     /// Start without the shared template.
     pub without_template: bool,
+    /// Start with the shared template of the code interpreter instead of `base`.
+    pub code_interpreter: bool,
     /// A command that runs the daemon: its last arguments are the daemon's own line.
     pub wrapper: Vec<String>,
 }
@@ -94,7 +99,11 @@ impl TestNode {
             tempfile::Builder::new().prefix("wt").tempdir_in("/tmp").expect("make a directory");
         let state = options.state.clone().unwrap_or_else(|| directory.path().join("state"));
         if options.state.is_none() && !options.without_template {
-            shared::copy_to(&artifacts, &state);
+            let contents = match options.code_interpreter {
+                true => Contents::CodeInterpreter,
+                false => Contents::Base,
+            };
+            shared::copy_to(&artifacts, contents, &state);
         }
         let address = format!("127.0.0.1:{}", free_port());
         Self {
@@ -302,9 +311,17 @@ impl TestNode {
         nodes
     }
 
+    /// Builds one more template, with flags of `warren template build`.
+    ///
+    /// # Panics
+    /// If that fails.
+    pub fn build_template(&self, name: &str, rootfs: &Path, flags: &[&str]) {
+        shared::build_template(self, name, rootfs, flags);
+    }
+
     /// Copies the state with the shared template; big files are hard links.
     pub fn copy_shared_state(target: &Path) {
-        shared::copy_to(&Artifacts::find(), target);
+        shared::copy_to(&Artifacts::find(), Contents::Base, target);
     }
 
     /// SIGKILL for the daemon alone; what it started lives on.
@@ -342,13 +359,28 @@ impl TestNode {
     }
 }
 
+impl TestNode {
+    /// Lets the daemon clean up, its control groups too; kills one that does not.
+    fn end_daemon(&mut self) {
+        let Some(mut child) = self.daemon.take() else { return };
+        let body = json!({"sandboxes": "kill"}).to_string();
+        let headers = [("content-type", "application/json")];
+        let client = self.client.clone().with_patience(STOP_PATIENCE);
+        if client.send("POST", "/v1/node/stop", &headers, body.as_bytes()).is_ok() {
+            let deadline = Instant::now() + STOP_PATIENCE;
+            while Instant::now() < deadline && child.try_wait().is_ok_and(|ended| ended.is_none()) {
+                std::thread::sleep(POLL);
+            }
+        }
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+}
+
 impl Drop for TestNode {
     fn drop(&mut self) {
-        if let Some(mut child) = self.daemon.take() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-        // Templates and clones outlive the daemon by design.
+        self.end_daemon();
+        // Templates and clones outlive a daemon that was killed, by design.
         let directories = [self.directory.path(), self.run.path()];
         let deadline = Instant::now() + STOP_PATIENCE;
         while Instant::now() < deadline {

@@ -8,37 +8,68 @@ use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::process::{Command, Stdio};
+use std::time::Instant;
 
 use rustix::fs::FlockOperation;
-use serde_json::{Value, json};
 
 use crate::artifacts::{Artifacts, cache};
-use crate::node::{NodeOptions, TEMPLATE, TestNode};
+use crate::node::{CODE_INTERPRETER_TEMPLATE, NodeOptions, TEMPLATE, TestNode};
 
-const FOLDER: &str = "test-state";
-/// A guest under an emulating KVM boots and warms up slowly.
-const BUILD_PATIENCE: Duration = Duration::from_secs(1800);
+/// What the shared state holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Contents {
+    /// The template `base`.
+    Base,
+    /// That of the code interpreter alone, which is bigger.
+    CodeInterpreter,
+}
+
+impl Contents {
+    fn folder(self) -> &'static str {
+        match self {
+            Self::Base => "test-state",
+            Self::CodeInterpreter => "test-state-code-interpreter",
+        }
+    }
+
+    /// Name, and flags of `warren template build`.
+    fn template(self) -> (&'static str, &'static [&'static str]) {
+        match self {
+            Self::Base => (TEMPLATE, &[]),
+            Self::CodeInterpreter => ("code-interpreter", &["--alias", CODE_INTERPRETER_TEMPLATE]),
+        }
+    }
+
+    fn rootfs(self, artifacts: &Artifacts) -> &Path {
+        match self {
+            Self::Base => &artifacts.rootfs,
+            Self::CodeInterpreter => &artifacts.code_interpreter_rootfs,
+        }
+    }
+}
 
 /// Copies the shared state to `target`, building it first if need be.
-pub(crate) fn copy_to(artifacts: &Artifacts, target: &Path) {
-    let folder = cache().join(FOLDER);
+pub(crate) fn copy_to(artifacts: &Artifacts, contents: Contents, target: &Path) {
+    let folder = cache().join(contents.folder());
     std::fs::create_dir_all(&folder).expect("make the folder of shared state");
     let lock = File::create(folder.join("lock")).expect("open the lock of the shared state");
     rustix::fs::flock(&lock, FlockOperation::LockExclusive).expect("lock the shared state");
-    let source = folder.join(fingerprint(artifacts));
+    let source = folder.join(fingerprint(artifacts, contents));
     if !source.exists() {
         remove_others(&folder);
-        build(artifacts, &source);
+        build(artifacts, contents, &source);
     }
     copy(&source, target);
 }
 
 /// Names the state after the files that decide it.
-fn fingerprint(artifacts: &Artifacts) -> String {
+fn fingerprint(artifacts: &Artifacts, contents: Contents) -> String {
     let mut hasher = DefaultHasher::new();
     let programs = [artifacts.program("warrend"), artifacts.program("warren-vmm")];
-    for path in programs.iter().chain([&artifacts.kernel, &artifacts.rootfs]) {
+    let rootfs = contents.rootfs(artifacts);
+    let programs = programs.iter().map(PathBuf::as_path);
+    for path in programs.chain([artifacts.kernel.as_path(), rootfs]) {
         let metadata = std::fs::metadata(path).expect("look at what is tested");
         (path, metadata.len(), metadata.mtime(), metadata.mtime_nsec()).hash(&mut hasher);
     }
@@ -53,33 +84,40 @@ fn remove_others(folder: &Path) {
     }
 }
 
-fn build(artifacts: &Artifacts, target: &Path) {
+fn build(artifacts: &Artifacts, contents: Contents, target: &Path) {
     let partial = target.with_extension("partial");
-    eprintln!("building the template that all tests share; this takes some minutes");
+    let (name, flags) = contents.template();
+    eprintln!("building the template {name} that tests share; this takes some minutes");
+    let started = Instant::now();
     let mut node = TestNode::with(NodeOptions {
         state: Some(partial.clone()),
         without_template: true,
         ..NodeOptions::default()
     });
-    build_template(&node, TEMPLATE, &artifacts.rootfs, &json!({}));
+    build_template(&node, name, contents.rootfs(artifacts), flags);
+    eprintln!("template {name}: built in {} s", started.elapsed().as_secs());
     node.stop_daemon();
     drop(node);
     std::fs::rename(partial, target).expect("publish the shared state");
 }
 
-/// Builds a template and shows its progress.
+/// Builds a template by the command line, which shows each step as it comes.
 ///
 /// # Panics
 /// If it fails.
-pub(crate) fn build_template(node: &TestNode, name: &str, rootfs: &Path, more: &Value) {
-    let mut body = json!({"name": name, "rootfs": rootfs});
-    if let (Some(body), Some(more)) = (body.as_object_mut(), more.as_object()) {
-        body.extend(more.clone());
-    }
-    let reply = node.api().clone().with_patience(BUILD_PATIENCE).post("/v1/templates", &body);
-    let text = reply.text();
-    eprintln!("{text}");
-    assert!(reply.status < 300 && !text.contains("\"error\""), "build of template {name}: {text}");
+pub(crate) fn build_template(node: &TestNode, name: &str, rootfs: &Path, flags: &[&str]) {
+    let status = Command::new(node.artifacts().program("warren"))
+        .args(["template", "build", name, "--image"])
+        .arg(rootfs)
+        .args(flags)
+        .env("WARREN_URL", format!("http://{}", node.address()))
+        .env("WARREN_API_KEY", node.api_key())
+        .stdin(Stdio::null())
+        // The output of a program that uses this is its own.
+        .stdout(Stdio::null())
+        .status()
+        .expect("start warren");
+    assert!(status.success(), "build of template {name}: {status}\n{}", node.log());
 }
 
 /// Links what is below `templates`, copies the rest.

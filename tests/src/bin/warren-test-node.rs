@@ -1,7 +1,8 @@
 //! Starts a test node for a client suite in another language.
 //!
 //! Prints one line of JSON (`url`, `apiKey`, `template`), then lives until its
-//! standard input ends; flags are handed on to `warrend`.
+//! standard input ends. With `--code-interpreter` first, the node has the code
+//! interpreter's template instead of `base`; flags are handed on to `warrend`.
 #![forbid(unsafe_code)]
 
 use std::io::Read;
@@ -9,12 +10,17 @@ use std::io::Read;
 use warren_tests::{NodeOptions, TestNode};
 
 fn main() {
-    let flags = std::env::args().skip(1).collect();
-    let node = TestNode::with(NodeOptions { flags, ..NodeOptions::default() });
+    let mut flags: Vec<String> = std::env::args().skip(1).collect();
+    let code_interpreter = flags.first().is_some_and(|flag| flag == "--code-interpreter");
+    if code_interpreter {
+        flags.remove(0);
+    }
+    let template = if code_interpreter { "code-interpreter-v1" } else { "base" };
+    let node = TestNode::with(NodeOptions { flags, code_interpreter, ..NodeOptions::default() });
     let line = serde_json::json!({
         "url": format!("http://{}", node.address()),
         "apiKey": node.api_key(),
-        "template": "base",
+        "template": template,
         "log": node.log_path(),
     });
     println!("{line}");
