@@ -30,6 +30,7 @@ pub struct Config {
     pub(crate) run_directory: PathBuf,
     pub(crate) vmm: PathBuf,
     pub(crate) kernel: Option<PathBuf>,
+    pub(crate) kernel_smp: Option<PathBuf>,
     pub(crate) domain: Option<String>,
     pub(crate) node_id: NodeId,
     pub(crate) limits: Limits,
@@ -124,6 +125,7 @@ impl Config {
             )?,
             vmm,
             kernel: settings.kernel.map(absolute).transpose()?,
+            kernel_smp: settings.kernel_smp.map(absolute).transpose()?,
             domain: settings.domain,
             node_id: NodeId::parse(settings.node_id.as_deref().unwrap_or(DEFAULT_NODE_ID))?,
             limits: Limits {

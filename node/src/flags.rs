@@ -62,9 +62,12 @@ pub struct Settings {
     /// The warren-vmm program [default: beside this one].
     #[arg(long, global = true, value_name = "FILE")]
     pub vmm: Option<PathBuf>,
-    /// Kernel of templates that name none.
+    /// Kernel of templates with one vCPU that name none.
     #[arg(long, global = true, value_name = "FILE")]
     pub kernel: Option<PathBuf>,
+    /// Kernel of templates with several vCPUs that name none.
+    #[arg(long, global = true, value_name = "FILE")]
+    pub kernel_smp: Option<PathBuf>,
     /// Host names of sandboxes are <port>-<id>.<DOMAIN>; told to clients.
     #[arg(long, global = true, value_name = "DOMAIN")]
     pub domain: Option<String>,
@@ -140,6 +143,7 @@ impl Settings {
             run_dir: self.run_dir.or(below.run_dir),
             vmm: self.vmm.or(below.vmm),
             kernel: self.kernel.or(below.kernel),
+            kernel_smp: self.kernel_smp.or(below.kernel_smp),
             domain: self.domain.or(below.domain),
             node_id: self.node_id.or(below.node_id),
             max_sandboxes: self.max_sandboxes.or(below.max_sandboxes),

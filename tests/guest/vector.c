@@ -1,7 +1,8 @@
 /*
  * Holds a pattern in all vector registers while other processes run, and counts how
  * often it is not there any more: YMM0 to 15, or where the CPU has AVX-512 ZMM0 to 31
- * and the mask registers k0 to k7. Prints: rounds, context switches, corruptions, kind.
+ * and the mask registers k0 to k7. Arguments: seed of the pattern, context switches
+ * wanted. Prints: rounds, context switches, corruptions, kind.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +11,6 @@
 #include <sys/syscall.h>
 
 enum {
-	SWITCHES_WANTED = 2500,
 	ROUNDS_MAX = 20000,
 	YMM_BYTES = 16 * 32,
 	ZMM_BYTES = 32 * 64 + 8 * 2,
@@ -89,6 +89,7 @@ int main(int argc, char **argv)
 	unsigned char pattern[ZMM_BYTES], found[ZMM_BYTES];
 	unsigned long corruptions = 0;
 	unsigned int seed = argc > 1 ? (unsigned int)atoi(argv[1]) : 1;
+	long wanted = argc > 2 ? atol(argv[2]) : 2500;
 	int zmm = __builtin_cpu_supports("avx512f");
 	size_t bytes = zmm ? ZMM_BYTES : YMM_BYTES;
 
@@ -97,7 +98,7 @@ int main(int argc, char **argv)
 	/* A yield is no switch while the other process is not there. */
 	long switches = 0;
 	int round = 0;
-	while (switches < SWITCHES_WANTED && round < ROUNDS_MAX) {
+	while (switches < wanted && round < ROUNDS_MAX) {
 		memset(found, 0, sizeof(found));
 		if (zmm)
 			hold_zmm(pattern, found);

@@ -25,6 +25,34 @@ const END_WITH_7: &[u8] = &[0xb0, 7, 0x66, 0xba, 0x01, 0x05, 0xee];
 /// cli; hlt; jmp to the hlt
 const HALT: &[u8] = &[0xfa, 0xf4, 0xeb, 0xfd];
 
+/// Names frame 0x200 as the source of a copy and halts until a timer 12e9 TSC ticks away;
+/// then copies to frame 0x202 and says Y on the serial console if that worked, or N.
+const COPY_AROUND_A_HALT: &[u8] = &[
+    // cli; gate of vector 0x40 at 0x300400 for the handler at 0x10009b; lidt 0x1000c0
+    0xfa, 0xb8, 0x9b, 0x00, 0x10, 0x00, 0x66, 0x89, 0x04, 0x25, 0x00, 0x04, 0x30, 0x00, 0x66, 0xc7,
+    0x04, 0x25, 0x02, 0x04, 0x30, 0x00, 0x10, 0x00, 0x66, 0xc7, 0x04, 0x25, 0x04, 0x04, 0x30, 0x00,
+    0x00, 0x8e, 0xc1, 0xe8, 0x10, 0x66, 0x89, 0x04, 0x25, 0x06, 0x04, 0x30, 0x00, 0x0f, 0x01, 0x1c,
+    0x25, 0xc0, 0x00, 0x10, 0x00, // x2APIC on: MSR 0x1b |= 0xc00
+    0xb9, 0x1b, 0x00, 0x00, 0x00, 0x0f, 0x32, 0x0d, 0x00, 0x0c, 0x00, 0x00, 0x0f, 0x30, 0x31, 0xd2,
+    // local APIC on, its timer in TSC deadline mode: MSRs 0x80f = 0x1ff, 0x832 = 0x40040
+    0xb9, 0x0f, 0x08, 0x00, 0x00, 0xb8, 0xff, 0x01, 0x00, 0x00, 0x0f, 0x30, 0xb9, 0x32, 0x08, 0x00,
+    0x00, 0xb8, 0x40, 0x00, 0x04, 0x00, 0x0f, 0x30, // movq $0x1111,0x200000
+    0x48, 0xc7, 0x04, 0x25, 0x00, 0x00, 0x20, 0x00, 0x11, 0x11, 0x00, 0x00,
+    // mov $0x200,%eax; mov $0x544,%dx; out %eax,(%dx)
+    0xb8, 0x00, 0x02, 0x00, 0x00, 0x66, 0xba, 0x44, 0x05, 0xef,
+    // MSR 0x6e0 = rdtsc + 12e9
+    0x0f, 0x31, 0x48, 0xc1, 0xe2, 0x20, 0x48, 0x09, 0xd0, 0x48, 0xba, 0x00, 0x78, 0x41, 0xcb, 0x02,
+    0x00, 0x00, 0x00, 0x48, 0x01, 0xd0, 0x48, 0x89, 0xc2, 0x48, 0xc1, 0xea, 0x20, 0xb9, 0xe0, 0x06,
+    0x00, 0x00, 0x0f, 0x30, // sti; hlt; jmp to the hlt
+    0xfb, 0xf4, 0xeb, 0xfd, // handler: mov $0x202,%eax; mov $0x548,%dx; out %eax,(%dx)
+    0xb8, 0x02, 0x02, 0x00, 0x00, 0x66, 0xba, 0x48, 0x05, 0xef,
+    // cmpq $0x1111,0x202000; Y or N to port 0x3f8; cli; hlt; jmp to the hlt
+    0xb0, 0x4e, 0x48, 0x81, 0x3c, 0x25, 0x00, 0x20, 0x20, 0x00, 0x11, 0x11, 0x00, 0x00, 0x75, 0x02,
+    0xb0, 0x59, 0x66, 0xba, 0xf8, 0x03, 0xee, 0xfa, 0xf4, 0xeb, 0xfd,
+    // limit and base of the interrupt table
+    0xff, 0x0f, 0x00, 0x00, 0x30, 0x00, 0x00, 0x00, 0x00, 0x00,
+];
+
 fn program() -> PathBuf {
     // The test binary lies in target/…/release/deps.
     let own = std::env::current_exe().expect("own path");
@@ -113,6 +141,24 @@ impl Guest {
         running.client().verb(VmVerb::Freeze { directory: files.clone() }).expect("freeze");
         assert_eq!(running.exit_code(), 0);
         files
+    }
+
+    /// A clone, in a directory of its own.
+    fn spawn(&self, template: &TemplateClient, name: &str) -> VmClient {
+        let directory = self.path(name);
+        std::fs::create_dir(&directory).expect("make the clone's directory");
+        let request = SpawnRequest {
+            id: name.to_owned(),
+            directory: directory.clone(),
+            disks: BTreeMap::new(),
+        };
+        template.spawn(request).expect("spawn");
+        VmClient::connect(&directory.join("control.sock"), PATIENCE).expect("connect")
+    }
+
+    /// What came over the serial console of the guest or of a clone.
+    fn console(&self, directory: &str) -> String {
+        std::fs::read_to_string(self.path(directory).join("console.log")).unwrap_or_default()
     }
 
     /// What it says when it refuses to start.
@@ -248,8 +294,14 @@ fn paused_guest_resumes_and_stops() {
     assert_eq!(client.verb(VmVerb::Pause).expect("pause").state, VmState::Paused);
     assert_eq!(client.verb(VmVerb::Pause).expect("pause twice").state, VmState::Paused);
     assert_eq!(client.verb(VmVerb::Resume).expect("resume").state, VmState::Running);
-    let stats = client.stats().expect("stats");
-    assert!(stats.exits.interrupted >= 1);
+    // A pause that comes before the vCPU has entered the guest interrupts nothing.
+    let begin = Instant::now();
+    while client.stats().expect("stats").exits.interrupted == 0 {
+        assert!(begin.elapsed() < PATIENCE, "pausing does not interrupt the vCPU");
+        client.verb(VmVerb::Pause).expect("pause");
+        client.verb(VmVerb::Resume).expect("resume");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     client.verb(VmVerb::Stop).expect("stop");
     assert_eq!(running.exit_code(), 0);
 }
@@ -287,6 +339,48 @@ fn clones_of_a_frozen_guest_live_apart() {
         assert!(matches!(refused, Err(ClientError::Refused(_))), "a clone is no template");
         clone.verb(VmVerb::Stop).expect("stop");
     }
+}
+
+#[test]
+fn vcpu_that_the_guest_never_starts_does_not_hold_up_a_freeze() {
+    // A busy guest is frozen after 20 s all the same.
+    const AT_ONCE: Duration = Duration::from_secs(10);
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let mut guest = Guest::new(HALT);
+    guest.config.vcpus = 2;
+    let begin = Instant::now();
+    let files = guest.freeze();
+    assert!(begin.elapsed() < AT_ONCE, "frozen after {:?}", begin.elapsed());
+
+    let (_process, template) = template(&files);
+    assert_eq!(template.status().expect("status").vcpus, 2);
+    let mut clone = guest.spawn(&template, "clone");
+    assert_eq!(clone.status().expect("status").vcpus, 2);
+    assert_eq!(clone.verb(VmVerb::Pause).expect("pause").state, VmState::Paused);
+    assert_eq!(clone.verb(VmVerb::Resume).expect("resume").state, VmState::Running);
+    clone.verb(VmVerb::Stop).expect("stop");
+}
+
+#[test]
+fn clone_has_the_timer_and_the_half_done_page_copy_of_its_template() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let guest = Guest::new(COPY_AROUND_A_HALT);
+    let files = guest.freeze();
+    assert_eq!(guest.console("."), "", "the timer fired before the freeze");
+
+    let (_process, template) = template(&files);
+    let mut clone = guest.spawn(&template, "clone");
+    let begin = Instant::now();
+    while guest.console("clone").is_empty() {
+        assert!(begin.elapsed() < PATIENCE, "the timer does not fire");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(guest.console("clone"), "Y");
+    clone.verb(VmVerb::Stop).expect("stop");
 }
 
 #[test]

@@ -28,7 +28,7 @@ pub const PATIENCE: Duration = Duration::from_secs(20);
 /// fifth of a second or more on any CPU of the last decade.
 const QUIET_TICKS: u64 = 1_000_000_000;
 
-/// All vCPUs halted, and no timer about to fire.
+/// All vCPUs wait, and no timer is about to fire.
 #[must_use]
 pub fn is_idle(vcpus: &[VcpuState]) -> bool {
     vcpus.iter().all(|vcpu| {
@@ -37,7 +37,7 @@ pub fn is_idle(vcpus: &[VcpuState]) -> bool {
             (Some(deadline), Some(now)) => deadline.saturating_sub(now) >= QUIET_TICKS,
             (Some(_), None) => false,
         };
-        vcpu.is_halted() && quiet
+        vcpu.is_waiting() && quiet
     })
 }
 

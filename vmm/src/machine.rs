@@ -33,7 +33,7 @@ use crate::ram::{BuildRam, RamSize, TemplateRam};
 use crate::reclaim::{DropPages, PunchHoles};
 use crate::state::{DeviceKind, DeviceRecord, MicrovmState};
 use crate::stats::KvmCounters;
-use crate::vcpu::{GuestEnd, MsrIndices, RunContext};
+use crate::vcpu::{GuestEnd, MsrIndices, PortLatch, RunContext, VcpuState};
 use crate::vm;
 
 /// Name of virtio-console's log in a microVM's directory.
@@ -105,6 +105,7 @@ fn assemble(config: &BootConfig) -> Result<Microvm, VmmError> {
     let serial = devices::serial(Arc::clone(&vm), &config.directory.join(CONSOLE_LOG));
     let parts = Assembly { vm, backend, cpuid, msr_indices, watch, kinds, memory, vcpus: &vcpus }
         .finish(&config.id, &config.directory, transports, serial, Some(build_ram))?;
+    let vcpus = vcpus.into_iter().map(|vcpu| (vcpu, PortLatch::default())).collect();
     Microvm::start(parts, vcpus)
 }
 
@@ -377,7 +378,8 @@ pub fn restore_devices(
     let backend = state.backend;
     let parts = Assembly { vm, backend, cpuid, msr_indices, watch, kinds, memory, vcpus: &vcpus }
         .finish(&request.id, &request.directory, transports, serial, None)?;
-    Microvm::start(parts, vcpus)
+    let latches = state.vcpus.iter().map(VcpuState::latch);
+    Microvm::start(parts, vcpus.into_iter().zip(latches).collect())
 }
 
 /// What both ways have in common at their end.

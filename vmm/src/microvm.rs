@@ -27,7 +27,7 @@ use crate::freeze;
 use crate::ram::BuildRam;
 use crate::state::DeviceKind;
 use crate::stats::{self, KvmCounters};
-use crate::vcpu::{GuestEnd, MsrIndices, RunContext, Vcpu};
+use crate::vcpu::{GuestEnd, MsrIndices, PortLatch, RunContext, Vcpu};
 
 /// Most vCPUs of a microVM.
 pub const VCPUS_MAX: u8 = 32;
@@ -102,11 +102,11 @@ impl Microvm {
     ///
     /// # Errors
     /// When the socket or a thread cannot be had.
-    pub fn start(parts: Parts, vcpus: Vec<VcpuFd>) -> Result<Self, VmmError> {
+    pub fn start(parts: Parts, vcpus: Vec<(VcpuFd, PortLatch)>) -> Result<Self, VmmError> {
         let control = Connections::new(&parts.directory.join(CONTROL_SOCKET), &parts.watch)?;
         let mut started = Vec::with_capacity(vcpus.len());
-        for (index, vcpu) in (0u8..).zip(vcpus) {
-            started.push(Vcpu::start(index, vcpu, Arc::clone(&parts.context))?);
+        for (index, (vcpu, latch)) in (0u8..).zip(vcpus) {
+            started.push(Vcpu::start(index, vcpu, latch, Arc::clone(&parts.context))?);
         }
         Ok(Self { parts, vcpus: started, control, state: VmState::Running, freezing: None })
     }

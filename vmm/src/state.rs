@@ -101,8 +101,10 @@ pub struct MicrovmState {
     pub devices: Vec<DeviceRecord>,
 }
 
-/// Version of the transport and vCPU sections.
+/// Version of the machine's and the transports' sections.
 const VERSION: u16 = 1;
+/// Version of the vCPUs' sections.
+const VCPU_VERSION: u16 = 2;
 
 impl MicrovmState {
     /// As the bytes of a state file.
@@ -130,7 +132,7 @@ impl MicrovmState {
         file.add(VM, VERSION, &self.vm)?;
         file.add(SERIAL, VERSION, &SerialV1::from(&self.serial))?;
         for (number, vcpu) in (VCPU..).zip(&self.vcpus) {
-            file.add(SectionKind(number), VERSION, vcpu)?;
+            file.add(SectionKind(number), VCPU_VERSION, vcpu)?;
         }
         for (number, device) in (0u16..).zip(&self.devices) {
             file.add(SectionKind(TRANSPORT + number), VERSION, &device.transport)?;
@@ -160,7 +162,7 @@ impl MicrovmState {
         let mut vcpus = Vec::with_capacity(machine.vcpus.into());
         for number in VCPU..VCPU + u16::from(machine.vcpus) {
             let kind = SectionKind(number);
-            vcpus.push(sections.take_version(kind, VERSION).step(step, ADVICE)?);
+            vcpus.push(sections.take_version(kind, VCPU_VERSION).step(step, ADVICE)?);
         }
         let mut devices = Vec::with_capacity(machine.devices.len());
         for (number, kind) in (0u16..).zip(machine.devices) {

@@ -21,6 +21,7 @@ use tokio::sync::mpsc;
 
 use super::extract::{JsonBody, Params, Segment};
 use super::{ApiError, App, view};
+use crate::config::Config;
 use crate::error::chain;
 use crate::ids::TemplateName;
 use crate::kinds::{BuildPlan, KindName, Progress, ProgressLine, Warmup};
@@ -140,9 +141,10 @@ fn plan(app: &App, body: NewTemplate) -> Result<BuildPlan, ApiError> {
     if body.aliases.len() > ALIASES_MAX {
         return Err(ApiError::bad_request(format!("at most {ALIASES_MAX} aliases")));
     }
-    let kernel = body.kernel.or_else(|| app.config.kernel.clone()).ok_or_else(|| {
-        ApiError::bad_request("no kernel given, and the node has no default (flag --kernel)")
-    })?;
+    let kernel = match body.kernel {
+        Some(kernel) => kernel,
+        None => default_kernel(&app.config, body.vcpus)?,
+    };
     for (what, path) in [("rootfs", &body.rootfs), ("kernel", &kernel)] {
         if path.as_os_str().as_encoded_bytes().contains(&0) {
             return Err(ApiError::bad_request(format!("{what} contains a NUL")));
@@ -161,6 +163,21 @@ fn plan(app: &App, body: NewTemplate) -> Result<BuildPlan, ApiError> {
         disk_mib: body.disk_mib,
         warmup: if body.warmup { Warmup::Full } else { Warmup::Skip },
     })
+}
+
+/// The node's kernel for this number of vCPUs.
+fn default_kernel(config: &Config, vcpus: u8) -> Result<PathBuf, ApiError> {
+    let (kernel, missing) = if vcpus > 1 {
+        let missing = format!(
+            "{vcpus} vCPUs need a kernel for several, and neither the request nor the node \
+             (flag --kernel-smp) names one; guest-kernel/build --variant smp builds it"
+        );
+        (&config.kernel_smp, missing)
+    } else {
+        let missing = "no kernel given, and the node has no default (flag --kernel)";
+        (&config.kernel, missing.to_owned())
+    };
+    kernel.clone().ok_or_else(|| ApiError::bad_request(missing))
 }
 
 fn stream_reply(early: Vec<ProgressLine>, rest: mpsc::Receiver<Event>) -> Response {

@@ -1,5 +1,8 @@
 //! The API as clients see it.
 
+use std::path::Path;
+use std::sync::Arc;
+
 use axum::body::Body;
 use http::{Method, Request, StatusCode};
 use serde_json::{Value, json};
@@ -24,8 +27,7 @@ async fn request_without_key_is_refused() {
 
 #[tokio::test]
 async fn create_returns_what_clients_need() {
-    let node =
-        TestNode::start_with(&["--domain", "sbx.test"], std::sync::Arc::default(), vec![]).await;
+    let node = TestNode::start_with(&["--domain", "sbx.test"], Arc::default(), vec![]).await;
     let body =
         json!({ "templateID": "code-interpreter-v1", "metadata": {}, "envVars": { "A": "b" } });
     let reply = node.api(Method::POST, "/v2/sandboxes", create(body)).await;
@@ -38,7 +40,7 @@ async fn create_returns_what_clients_need() {
     assert!(sandbox.get("trafficAccessToken").is_none());
     let id = sandbox["sandboxID"].as_str().unwrap();
     assert!(id.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit()));
-    let guest = std::sync::Arc::clone(&node.host.guests.lock().unwrap()[id]);
+    let guest = Arc::clone(&node.host.guests.lock().unwrap()[id]);
     let init = guest.inits.lock().unwrap()[0].clone();
     assert_eq!(init["envVars"]["A"], "b");
     assert_eq!(init["accessToken"], sandbox["envdAccessToken"]);
@@ -108,6 +110,28 @@ async fn invalid_utf8_and_nul_in_paths_are_refused() {
     let body = json!({ "name": "t", "rootfs": "/a\0b", "kernel": "/k" });
     let reply = node.api(Method::POST, "/v1/templates", create(body)).await;
     assert_eq!(reply.status, StatusCode::BAD_REQUEST);
+}
+
+#[tokio::test]
+async fn kernel_of_a_template_follows_the_number_of_its_vcpus() {
+    let up_only = TestNode::start_with(&["--kernel", "/k"], Arc::default(), Vec::new()).await;
+    let both = ["--kernel", "/k", "--kernel-smp", "/smp"];
+    let both = TestNode::start_with(&both, Arc::default(), Vec::new()).await;
+    let build = async |node: &TestNode, vcpus: u8, kernel: Option<&str>| {
+        let name = format!("t{vcpus}{}", kernel.is_some());
+        let body = json!({ "name": name, "rootfs": "/r", "vcpus": vcpus, "kernel": kernel });
+        node.api(Method::POST, "/v1/templates?wait=true", Some(body)).await
+    };
+    for (vcpus, kernel, used) in [(1, None, "/k"), (2, None, "/smp"), (2, Some("/own"), "/own")] {
+        assert_eq!(build(&both, vcpus, kernel).await.status, StatusCode::CREATED);
+        assert_eq!(both.host.kernels.lock().unwrap().last().unwrap(), Path::new(used));
+    }
+
+    let refused = build(&up_only, 2, None).await;
+    assert_eq!(refused.status, StatusCode::BAD_REQUEST);
+    let message = refused.json()["message"].as_str().unwrap().to_owned();
+    assert!(message.contains("--kernel-smp") && message.contains("--variant smp"), "{message}");
+    assert_eq!(build(&up_only, 2, Some("/own")).await.status, StatusCode::CREATED);
 }
 
 #[tokio::test]
@@ -200,7 +224,7 @@ async fn repeated_create_with_one_key_makes_one_sandbox() {
 
 #[tokio::test]
 async fn limit_on_the_count_is_429() {
-    let host = std::sync::Arc::default();
+    let host = Arc::default();
     let node = TestNode::start_with(&["--max-sandboxes", "1"], host, vec![]).await;
     node.create().await;
     let body = create(json!({ "templateID": "base" }));
@@ -211,7 +235,7 @@ async fn limit_on_the_count_is_429() {
 
 #[tokio::test]
 async fn short_memory_is_503_with_retry_after() {
-    let host = std::sync::Arc::default();
+    let host = Arc::default();
     let node = TestNode::start_with(&["--memory-floor-mib", "99999999"], host, vec![]).await;
     let body = create(json!({ "templateID": "base" }));
     let reply = node.api(Method::POST, "/v2/sandboxes", body).await;
@@ -223,7 +247,7 @@ async fn short_memory_is_503_with_retry_after() {
 async fn metrics_are_sampled_once_in_a_while_and_only_when_asked() {
     let node = TestNode::start().await;
     let (id, _) = node.create().await;
-    let guest = std::sync::Arc::clone(&node.host.guests.lock().unwrap()[id.as_str()]);
+    let guest = Arc::clone(&node.host.guests.lock().unwrap()[id.as_str()]);
     let samples = || guest.samples.load(std::sync::atomic::Ordering::Relaxed);
     assert_eq!(samples(), 0);
     let path = format!("/sandboxes/{id}/metrics");

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::convert::Infallible;
 use std::io;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -36,6 +37,8 @@ pub struct Host {
     pub fail_init: AtomicBool,
     pub create_pause: Mutex<Duration>,
     pub connections: AtomicUsize,
+    /// Kernels of the templates that were built.
+    pub kernels: Mutex<Vec<PathBuf>>,
 }
 
 /// One guest.
@@ -149,6 +152,7 @@ impl Kind for Stub {
         plan: BuildPlan,
         _: Progress,
     ) -> BoxFuture<'_, Result<TemplateRecord, BuildError>> {
+        self.0.kernels.lock().unwrap().push(plan.kernel);
         let record =
             TemplateRecord { aliases: plan.aliases, ..template_record(plan.name.as_str()) };
         Box::pin(async { Ok(record) })

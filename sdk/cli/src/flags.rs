@@ -81,6 +81,10 @@ pub(crate) struct Up {
     /// Guest kernel [default: the newest that `make guest-kernel` built].
     #[arg(long, value_name = "FILE", env = "WARREN_KERNEL")]
     pub(crate) kernel: Option<PathBuf>,
+    /// Guest kernel for several vCPUs [default: the newest that `guest-kernel/build
+    /// --variant smp` built].
+    #[arg(long, value_name = "FILE", env = "WARREN_KERNEL_SMP")]
+    pub(crate) kernel_smp: Option<PathBuf>,
     /// Root image of the default template [default: what `make image` built].
     #[arg(long, value_name = "FILE", env = "WARREN_ROOTFS")]
     pub(crate) image: Option<PathBuf>,

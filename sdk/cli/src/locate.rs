@@ -12,15 +12,28 @@ pub(crate) fn program(name: &str) -> Option<PathBuf> {
     beside.into_iter().chain(on_path.into_iter().flatten()).find(|path| path.is_file())
 }
 
-/// The guest kernel built last.
-pub(crate) fn kernel() -> Option<PathBuf> {
+/// Which of the two guest kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Variant {
+    /// For one vCPU.
+    Up,
+    /// For several.
+    Smp,
+}
+
+/// The guest kernel of a variant, as built last.
+pub(crate) fn kernel(variant: Variant) -> Option<PathBuf> {
+    let suffix = match variant {
+        Variant::Up => "-up",
+        Variant::Smp => "-smp",
+    };
     let entries = std::fs::read_dir(cache()?.join("kernel")).ok()?;
     let age = |path: &PathBuf| {
         path.metadata().and_then(|metadata| metadata.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
     };
     entries
         .filter_map(Result::ok)
-        .filter(|entry| entry.file_name().to_string_lossy().ends_with("-up"))
+        .filter(|entry| entry.file_name().to_string_lossy().ends_with(suffix))
         .map(|entry| entry.path().join("vmlinux"))
         .filter(|path| path.is_file())
         .max_by_key(age)

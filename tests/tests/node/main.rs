@@ -8,4 +8,5 @@ mod command_line;
 mod files;
 mod leaks;
 mod lifecycle;
+mod several_vcpus;
 mod vector_registers;

@@ -99,7 +99,8 @@ impl GuestCpuid {
             }
         }
         if vcpus > 1 {
-            add_topology(&mut template).step(|| "describe the processors in CPUID".to_owned(), "")?;
+            add_topology(&mut template)
+                .step(|| "describe the processors in CPUID".to_owned(), "")?;
         }
         Ok(Self { template, vcpus })
     }

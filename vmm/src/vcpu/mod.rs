@@ -26,7 +26,7 @@ use kvm_ioctls::VcpuFd;
 
 use crate::error::{Step, VmmError};
 
-pub use run::{GuestEnd, GuestPorts, RunContext};
+pub use run::{GuestEnd, GuestPorts, PortLatch, RunContext};
 pub use state::{MsrIndices, VcpuState};
 
 /// What the thread should do next. Written by others, read by the thread.
@@ -85,7 +85,12 @@ impl Vcpu {
     ///
     /// # Errors
     /// When no thread can be had.
-    pub fn start(index: u8, vcpu: VcpuFd, context: Arc<RunContext>) -> Result<Self, VmmError> {
+    pub fn start(
+        index: u8,
+        vcpu: VcpuFd,
+        latch: PortLatch,
+        context: Arc<RunContext>,
+    ) -> Result<Self, VmmError> {
         kick::install().step(|| "install the signal handler of vCPU threads".to_owned(), "")?;
         let signal = Arc::new(Signal::default());
         let (commands, inbox) = sync_channel(1);
@@ -95,7 +100,7 @@ impl Vcpu {
             .stack_size(STACK_BYTES)
             .spawn({
                 let signal = Arc::clone(&signal);
-                move || live(vcpu, &context, &signal, &inbox, &outbox)
+                move || live(vcpu, latch, &context, &signal, &inbox, &outbox)
             })
             .step(|| format!("start the thread of vCPU {index}"), "raise the limit of threads")?;
         Ok(Self { index, signal, commands, answers, thread })
@@ -156,13 +161,13 @@ impl Vcpu {
 /// Life of the thread.
 fn live(
     mut vcpu: VcpuFd,
+    mut latch: PortLatch,
     context: &RunContext,
     signal: &Signal,
     inbox: &Receiver<Command>,
     outbox: &SyncSender<Answer>,
 ) {
     kick::enter(&mut vcpu);
-    let mut latch = run::PortLatch::default();
     loop {
         let end = run::until(&mut vcpu, context, &mut latch, || signal.wants_pause());
         match end {
@@ -172,7 +177,7 @@ fn live(
                 break;
             }
         }
-        if outbox.send(Answer::Paused).is_err() || !paused(&vcpu, inbox, outbox) {
+        if outbox.send(Answer::Paused).is_err() || !paused(&vcpu, latch, inbox, outbox) {
             break;
         }
     }
@@ -180,12 +185,17 @@ fn live(
 }
 
 /// Serves a paused vCPU; false when its owner is gone.
-fn paused(vcpu: &VcpuFd, inbox: &Receiver<Command>, outbox: &SyncSender<Answer>) -> bool {
+fn paused(
+    vcpu: &VcpuFd,
+    latch: PortLatch,
+    inbox: &Receiver<Command>,
+    outbox: &SyncSender<Answer>,
+) -> bool {
     loop {
         match inbox.recv() {
             Ok(Command::Resume) => return true,
             Ok(Command::Save(indices)) => {
-                let state = Box::new(VcpuState::save(vcpu, &indices));
+                let state = Box::new(VcpuState::save(vcpu, &indices, latch));
                 if outbox.send(Answer::Saved(state)).is_err() {
                     return false;
                 }

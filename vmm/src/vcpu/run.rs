@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvm_ioctls::{VcpuExit, VcpuFd};
+use serde::{Deserialize, Serialize};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use warren_vmm_api::ExitStats;
 
@@ -82,9 +83,10 @@ pub struct RunContext {
     counters: Counters,
 }
 
-/// What one vCPU's port writes leave behind.
-#[derive(Debug, Default)]
-pub(super) struct PortLatch {
+/// What one vCPU's port writes leave behind. Part of its state: a snapshot may fall
+/// between the two writes that copy a page.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+pub struct PortLatch {
     copy_source: u32,
 }
 

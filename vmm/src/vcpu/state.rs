@@ -10,12 +10,14 @@
 //! the TSC.
 
 use kvm_bindings::{
-    Msrs, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
+    KVM_MP_STATE_HALTED, KVM_MP_STATE_INIT_RECEIVED, KVM_MP_STATE_UNINITIALIZED, Msrs,
+    kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs,
     kvm_vcpu_events, kvm_xcrs, kvm_xsave,
 };
 use kvm_ioctls::{Kvm, VcpuFd};
 use serde::{Deserialize, Serialize};
 
+use super::run::PortLatch;
 use crate::arch::Backend;
 use crate::error::{Step, VmmError};
 
@@ -27,7 +29,7 @@ pub const MSR_TSC_DEADLINE: u32 = 0x6e0;
 /// Most MSRs that one call to KVM carries.
 const MSRS_MAX: usize = 256;
 
-/// Saved vCPU, version 1.
+/// Saved vCPU, version 2.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct VcpuState {
     mp_state: kvm_mp_state,
@@ -40,6 +42,7 @@ pub struct VcpuState {
     debug_regs: kvm_debugregs,
     /// Index and value; the TSC deadline last.
     msrs: Vec<(u32, u64)>,
+    latch: PortLatch,
 }
 
 /// Indices of the MSRs that make up a vCPU's state on this host.
@@ -70,7 +73,11 @@ impl VcpuState {
     ///
     /// # Errors
     /// When KVM refuses one part; it is named.
-    pub fn save(vcpu: &VcpuFd, indices: &MsrIndices) -> Result<Self, VmmError> {
+    pub(super) fn save(
+        vcpu: &VcpuFd,
+        indices: &MsrIndices,
+        latch: PortLatch,
+    ) -> Result<Self, VmmError> {
         let step = |part: &'static str| move || format!("save {part} of a vCPU");
         let mp_state = vcpu.get_mp_state().step(step("MP state"), "")?;
         let mut values = Vec::with_capacity(indices.0.len());
@@ -94,6 +101,7 @@ impl VcpuState {
             events: vcpu.get_vcpu_events().step(step("events"), "")?,
             debug_regs: vcpu.get_debug_regs().step(step("debug registers"), "")?,
             msrs: values,
+            latch,
         })
     }
 
@@ -143,10 +151,19 @@ impl VcpuState {
         MsrIndices(self.msrs.iter().map(|(index, _)| *index).collect())
     }
 
-    /// Halted, waiting for an interrupt.
+    /// What the vCPU's port writes have left behind.
     #[must_use]
-    pub fn is_halted(&self) -> bool {
-        self.mp_state.mp_state == kvm_bindings::KVM_MP_STATE_HALTED
+    pub fn latch(&self) -> PortLatch {
+        self.latch
+    }
+
+    /// Halted until an interrupt comes, or never started by the guest.
+    #[must_use]
+    pub fn is_waiting(&self) -> bool {
+        matches!(
+            self.mp_state.mp_state,
+            KVM_MP_STATE_HALTED | KVM_MP_STATE_UNINITIALIZED | KVM_MP_STATE_INIT_RECEIVED
+        )
     }
 
     /// TSC value at which the guest's next timer fires; `None` if none is armed.

@@ -13,7 +13,7 @@ use crate::client::Http;
 use crate::client::templates::BuildRequest;
 use crate::error::CliError;
 use crate::flags::{Down, Up};
-use crate::locate;
+use crate::locate::{self, Variant};
 use crate::output::Output;
 use crate::settings::Settings;
 
@@ -61,13 +61,17 @@ fn start(settings: &Settings, up: &Up, output: Output) -> Result<Child, CliError
         .arg(&settings.state_directory)
         .arg("--run-dir")
         .arg(&up.run_dir);
-    match up.kernel.clone().or_else(locate::kernel) {
+    match up.kernel.clone().or_else(|| locate::kernel(Variant::Up)) {
         Some(kernel) => {
             command.arg("--kernel").arg(kernel);
         }
         None => {
             output.progress("no guest kernel is built; templates must name one (make guest-kernel)")
         }
+    }
+    // Few templates have several vCPUs; without this kernel warrend says what to do.
+    if let Some(kernel) = up.kernel_smp.clone().or_else(|| locate::kernel(Variant::Smp)) {
+        command.arg("--kernel-smp").arg(kernel);
     }
     command.args(&up.daemon_flags).stdin(Stdio::null());
     if !up.foreground {
