@@ -5,13 +5,11 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use warren_tests::TestNode;
 use warren_vmm_api::{SpawnRequest, TemplateClient, VmClient, VmVerb};
 
 use crate::quantile::{quantile, rounded};
-use crate::{floor, qemu};
+use crate::{Subject, floor, qemu};
 
-const TEMPLATE: &str = "base";
 /// Clones alive at once; each new one beyond ends the oldest.
 const ALIVE_MAX: usize = 20;
 /// Creates under way at once when the rate is measured.
@@ -19,12 +17,10 @@ const CONCURRENCY: u32 = 2;
 const QEMU_STARTS: u32 = 3;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-pub fn run(count: u32) {
-    let node = TestNode::start();
-    let template = node.api().get(&format!("/v1/templates/{TEMPLATE}")).expect(200).json();
-    let memory_mib = u32::try_from(template["memoryMib"].as_u64().unwrap_or(128)).unwrap_or(128);
+pub fn run(subject: &Subject, count: u32) {
+    let memory_mib = subject.memory_mib;
     // Starts the template process.
-    drop(node.create());
+    drop(subject.create());
 
     eprintln!("floor and spawn, in turn ({count} of each)");
     let mut floors = Vec::new();
@@ -32,7 +28,7 @@ pub fn run(count: u32) {
     let batch = 50.min(count);
     for _ in 0..count.div_ceil(batch) {
         floors.extend(floor::measure(batch, memory_mib));
-        spawns.measure(&node, batch);
+        spawns.measure(subject, batch);
     }
     eprintln!(
         "spawn, parts at p50 in us: fork {}, VM {}, devices {}",
@@ -42,13 +38,13 @@ pub fn run(count: u32) {
     );
 
     eprintln!("create through the API, one at a time ({count})");
-    let ready = creates(&node, count);
+    let ready = creates(subject, count);
     eprintln!("create through the API, {CONCURRENCY} at a time ({count})");
-    let rate = rate(&node, count);
-    let work = work_of_one(&node);
+    let rate = rate(subject, count);
+    let work = work_of_one(subject);
 
     eprintln!("QEMU microvm, cold ({QEMU_STARTS})");
-    let qemu = qemu::measure(node.artifacts(), QEMU_STARTS, memory_mib);
+    let qemu = qemu::measure(subject.node.artifacts(), QEMU_STARTS, memory_mib);
     let or_null = |sample: &[f64]| {
         if sample.is_empty() { Value::Null } else { json!(rounded(quantile(sample, 0.5))) }
     };
@@ -79,8 +75,9 @@ struct Spawns {
 
 impl Spawns {
     /// Spawns straight from the template process; each clone is stopped before the next.
-    fn measure(&mut self, node: &TestNode, count: u32) {
-        let socket = node.run_directory().join("templates").join(TEMPLATE).join("control.sock");
+    fn measure(&mut self, subject: &Subject, count: u32) {
+        let templates = subject.node.run_directory().join("templates");
+        let socket = templates.join(subject.template).join("control.sock");
         let template = TemplateClient::new(&socket, TIMEOUT);
         let scratch = tempfile::Builder::new().prefix("wp").tempdir_in("/tmp").expect("directory");
         for number in 0..count {
@@ -109,32 +106,32 @@ fn request(directory: &Path) -> SpawnRequest {
 }
 
 /// Milliseconds from request to 201: the agent has acknowledged by then.
-fn creates(node: &TestNode, count: u32) -> Vec<f64> {
+fn creates(subject: &Subject, count: u32) -> Vec<f64> {
     let mut alive = std::collections::VecDeque::new();
     let sample = (0..count)
         .map(|_| {
             let begin = Instant::now();
-            let sandbox = node.create();
+            let sandbox = subject.create();
             let took = begin.elapsed().as_secs_f64() * 1000.0;
             alive.push_back(sandbox.id);
             if alive.len() > ALIVE_MAX
                 && let Some(oldest) = alive.pop_front()
             {
-                drop(node.kill(&oldest));
+                drop(subject.node.kill(&oldest));
             }
             took
         })
         .collect();
-    alive.iter().for_each(|id| drop(node.kill(id)));
+    alive.iter().for_each(|id| drop(subject.node.kill(id)));
     sample
 }
 
 /// Creates per second with [`CONCURRENCY`] clients, each killing what it made.
-fn rate(node: &TestNode, count: u32) -> f64 {
+fn rate(subject: &Subject, count: u32) -> f64 {
     let begin = Instant::now();
     std::thread::scope(|scope| {
         for _ in 0..CONCURRENCY {
-            scope.spawn(|| drop(creates(node, count / CONCURRENCY)));
+            scope.spawn(|| drop(creates(subject, count / CONCURRENCY)));
         }
     });
     f64::from(count) / begin.elapsed().as_secs_f64()
@@ -142,10 +139,11 @@ fn rate(node: &TestNode, count: u32) -> f64 {
 
 /// Instructions that KVM emulated and exits it took until the agent had acknowledged,
 /// for one sandbox.
-fn work_of_one(node: &TestNode) -> (Value, Value) {
-    let sandbox = node.create();
-    let detail = node.api().get(&format!("/v1/sandboxes/{}", sandbox.id)).expect(200).json();
-    drop(node.kill(&sandbox.id));
+fn work_of_one(subject: &Subject) -> (Value, Value) {
+    let sandbox = subject.create();
+    let detail =
+        subject.node.api().get(&format!("/v1/sandboxes/{}", sandbox.id)).expect(200).json();
+    drop(subject.node.kill(&sandbox.id));
     let kvm = &detail["stats"]["vmm"]["kvm"];
     (kvm["emulated_instructions"].clone(), kvm["exits"].clone())
 }

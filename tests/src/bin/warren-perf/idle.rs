@@ -6,8 +6,8 @@
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use warren_tests::TestNode;
 
+use crate::Subject;
 use crate::quantile::rounded;
 
 /// Clones settle for this long after the last create.
@@ -15,17 +15,17 @@ const SETTLE: Duration = Duration::from_secs(20);
 /// CPU is counted over this time.
 const WATCH: Duration = Duration::from_secs(60);
 
-pub fn run(count: u32) {
-    let node = TestNode::start();
-    let first = node.create();
+pub fn run(subject: &Subject, count: u32) {
+    let first = subject.create();
     std::thread::sleep(Duration::from_secs(3));
     let before = Memory::now();
     eprintln!("creating {count} sandboxes");
-    let sandboxes: Vec<_> = (0..count).map(|_| node.create().id).collect();
+    let sandboxes: Vec<_> = (0..count).map(|_| subject.create().id).collect();
     eprintln!("waiting {} s for them to settle", SETTLE.as_secs());
     std::thread::sleep(SETTLE);
     let after = Memory::now();
-    let processes: Vec<u32> = sandboxes.iter().filter_map(|id| node.process_of(id)).collect();
+    let processes: Vec<u32> =
+        sandboxes.iter().filter_map(|id| subject.node.process_of(id)).collect();
     let split = Split::of(&processes);
     eprintln!("counting CPU for {} s", WATCH.as_secs());
     let cpu = cpu_ms(&processes);
@@ -39,6 +39,7 @@ pub fn run(count: u32) {
     let kernel = (after.kernel_bytes - before.kernel_bytes) as f64;
     let report = json!({
         "n": count,
+        "memory_mib": subject.memory_mib,
         "bytes_per_clone": per_clone((before.available_bytes - after.available_bytes) as f64),
         "process_bytes": per_clone((split.anonymous_bytes - split.guest_bytes) as f64),
         "kernel_bytes": per_clone(kernel),
