@@ -1,7 +1,7 @@
 //! `warrend keys …`: asks the running daemon over its local socket, or opens the store
 //! if none runs.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use axum::body::Body;
@@ -24,6 +24,11 @@ pub enum KeysError {
     /// A daemon has the store but does not answer on its local socket.
     #[error(transparent)]
     Lock(#[from] LockError),
+    /// Nothing was ever started there.
+    #[error(
+        "no node has its state in {0}; name the directories of yours: warrend --state-dir DIR --run-dir DIR keys …"
+    )]
+    NoNode(PathBuf),
     /// The store is unusable.
     #[error("use the store: {0}")]
     Store(String),
@@ -118,6 +123,9 @@ async fn call(
 }
 
 async fn by_store(directory: &Path, action: KeysAction) -> Result<(), KeysError> {
+    if !RedbStore::exists(directory) {
+        return Err(KeysError::NoNode(directory.to_owned()));
+    }
     let _lock = DirectoryLock::take(directory)?;
     let (store, contents) = RedbStore::open(directory)?;
     let store: Arc<dyn Store> = Arc::new(store);

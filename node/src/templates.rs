@@ -33,7 +33,9 @@ struct State {
 /// Why a template was not built.
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
-    #[error("the name or alias {0} is taken")]
+    #[error(
+        "the name or alias {0} is taken; choose another, or remove the template that has it: warren template rm {0}"
+    )]
     Taken(TemplateName),
     #[error("the node has {TEMPLATES_MAX} templates, as many as it is allowed to")]
     TooMany,

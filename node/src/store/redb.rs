@@ -18,6 +18,9 @@ use super::{Change, Contents, Store, StoreError};
 
 type Table = TableDefinition<'static, &'static str, &'static [u8]>;
 
+/// Name of the store in the state directory.
+const FILE: &str = "warren.redb";
+
 const META: TableDefinition<'static, &'static str, u64> = TableDefinition::new("meta");
 const KEYS: Table = TableDefinition::new("keys");
 const TEMPLATES: Table = TableDefinition::new("templates");
@@ -47,6 +50,11 @@ pub struct RedbStore {
 }
 
 impl RedbStore {
+    /// Whether there is a store in a state directory.
+    pub fn exists(directory: &Path) -> bool {
+        directory.join(FILE).exists()
+    }
+
     /// Opens or makes `warren.redb` in `directory`, reads it and starts the writer.
     ///
     /// # Errors
@@ -90,7 +98,7 @@ struct Writer {
 impl Writer {
     fn open(directory: PathBuf) -> Result<Self, StoreError> {
         let reserve = Reserve::make(&directory);
-        let path = directory.join("warren.redb");
+        let path = directory.join(FILE);
         let database = open_database(&path)?;
         let found = initialise(&database)
             .map_err(|source| StoreError::Open { path: path.clone(), source: Box::new(source) })?;
@@ -150,7 +158,7 @@ impl Writer {
     fn try_commit(&mut self, jobs: &[Job]) -> Result<(), StoreError> {
         let database = match &mut self.database {
             Some(database) => database,
-            slot => slot.insert(open_database(&self.directory.join("warren.redb"))?),
+            slot => slot.insert(open_database(&self.directory.join(FILE))?),
         };
         let encoded: Vec<Encoded> = jobs
             .iter()

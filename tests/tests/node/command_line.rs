@@ -39,6 +39,28 @@ fn create_exec_cp_ls_kill_work_together() {
 }
 
 #[test]
+fn cp_leaves_links_and_special_files_out_and_says_so() {
+    let Some(cli) = Cli::new() else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let tree = directory.path().join("tree");
+    std::fs::create_dir_all(tree.join("inner")).unwrap();
+    std::fs::write(tree.join("inner/a b"), "text").unwrap();
+    std::os::unix::fs::symlink("/nowhere", tree.join("dangling")).unwrap();
+    std::os::unix::fs::symlink("..", tree.join("inner/up")).unwrap();
+    assert!(Command::new("mkfifo").arg(tree.join("fifo")).status().unwrap().success());
+    let id = cli.ok(&["create"]).trim().to_owned();
+
+    let output = cli.run(&["cp", "--json", "-r", tree.to_str().unwrap(), &format!("{id}:/tmp")]);
+
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let value: Value = serde_json::from_str(text(&output.stdout)).unwrap();
+    assert_eq!(value["files"], 1);
+    assert_eq!(value["leftOut"].as_array().unwrap().len(), 3);
+    let found = cli.ok(&["exec", &id, "--", "find", "/tmp/tree", "-type", "f"]);
+    assert_eq!(found, "/tmp/tree/inner/a b\n");
+}
+
+#[test]
 fn exec_forwards_standard_input() {
     let Some(cli) = Cli::new() else { return };
     let id = cli.ok(&["create"]).trim().to_owned();
@@ -100,6 +122,25 @@ fn down_keeps_sandboxes_and_templates() {
 
     assert_eq!(cli.ok(&["ls", "--quiet"]).trim(), id);
     assert_eq!(cli.node.process_of(&id), process);
+}
+
+#[test]
+fn keys_of_a_node_that_never_was_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let state = directory.path().join("state");
+
+    let output = Command::new(Artifacts::find().program("warrend"))
+        .arg("--state-dir")
+        .arg(&state)
+        .arg("--run-dir")
+        .arg(directory.path().join("run"))
+        .args(["keys", "add", "bob"])
+        .output()
+        .unwrap();
+
+    assert!(!output.status.success());
+    assert!(text(&output.stderr).contains("no node has its state"), "{}", text(&output.stderr));
+    assert!(!state.exists(), "a store was made");
 }
 
 #[test]

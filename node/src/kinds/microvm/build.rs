@@ -149,7 +149,7 @@ fn warmup_line(line: String) -> ProgressLine {
     };
     let mut message = detail["step"].as_str().unwrap_or("done").to_owned();
     if let (Some(files), Some(bytes)) = (detail["files"].as_u64(), detail["bytes"].as_u64()) {
-        message.push_str(&format!(", {files} of {} MiB", bytes >> 20));
+        message.push_str(&format!(": {files} files, {} MiB", bytes >> 20));
     }
     if let Some(error) = detail["error"].as_str() {
         message.push_str(&format!(": {error}"));

@@ -112,6 +112,8 @@ impl Templates {
                 .map_err(KindError::io("find the template process"))?;
             process.kill().map_err(KindError::io("kill the template process"))?;
             process.ended().await;
+            // A socket without a listener is no harm, but looks like a template that runs.
+            let _ = std::fs::remove_file(self.socket(template));
         }
         self.hosts.lock().unwrap_or_else(PoisonError::into_inner).remove(template);
         Ok(())

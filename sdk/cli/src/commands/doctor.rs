@@ -1,5 +1,6 @@
 //! `doctor`: can this machine run sandboxes, and what to do if not.
 
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -7,7 +8,7 @@ use serde::Serialize;
 
 use crate::client::Http;
 use crate::error::CliError;
-use crate::locate;
+use crate::locate::{self, Variant};
 use crate::output::{self, Output};
 use crate::settings::Settings;
 
@@ -116,6 +117,11 @@ fn kvm() -> Finding {
     let path = "/dev/kvm";
     let (good, found, advice) = match std::fs::OpenOptions::new().read(true).write(true).open(path)
     {
+        Ok(file) if !is_kvm(&file) => (
+            false,
+            format!("{path} is not the device of KVM (character device 10:232)"),
+            "remove it and load the module again: modprobe kvm_intel or kvm_amd",
+        ),
         Ok(_) => (true, format!("{path} opens"), ""),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => (
             false,
@@ -133,6 +139,13 @@ fn kvm() -> Finding {
         }
     };
     Finding::new("kvm", good, Verdict::Fail, found, advice)
+}
+
+fn is_kvm(file: &std::fs::File) -> bool {
+    const MISC_MAJOR: u32 = 10;
+    const KVM_MINOR: u32 = 232;
+    let device = file.metadata().map(|metadata| metadata.rdev());
+    device.is_ok_and(|device| device == rustix::fs::makedev(MISC_MAJOR, KVM_MINOR))
 }
 
 fn host_kernel() -> Finding {
@@ -271,7 +284,12 @@ fn installation() -> Vec<Finding> {
     vec![
         found("warrend", locate::program("warrend"), "not found", "build it: make build"),
         found("warren-vmm", locate::program("warren-vmm"), "not found", "build it: make build"),
-        found("guest kernel", locate::kernel(), "none built", "build it: make guest-kernel"),
+        found(
+            "guest kernel",
+            locate::kernel(Variant::Up),
+            "none built",
+            "build it: make guest-kernel",
+        ),
         found("root image", locate::image("base"), "none built", "build it: make image"),
     ]
 }

@@ -50,7 +50,7 @@ fn request(flags: &TemplateBuild) -> Result<BuildRequest, CliError> {
     let image = flags.image.clone().or_else(|| locate::image(&flags.name)).ok_or_else(|| {
         CliError::said(
             format!("no root image is named and none was built as '{}'", flags.name),
-            "name one by --image, or build one: image/build base",
+            format!("name one by --image, or build it from a recipe: image/build {}", flags.name),
         )
     })?;
     Ok(BuildRequest {
