@@ -27,6 +27,8 @@ impl Agent {
         let child = Command::new(env!("CARGO_BIN_EXE_warren-agent"))
             .args(["--envd", &at("envd"), "--interpreter", &at("interpreter")])
             .args(["--tunnel", &at("tunnel")])
+            // The interpreter's programs are unpacked there.
+            .env("TMPDIR", directory.path())
             .stdin(Stdio::null())
             .spawn()
             .unwrap();
