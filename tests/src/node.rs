@@ -341,11 +341,7 @@ impl TestNode {
     pub fn stop_daemon(&mut self) {
         let mut child = self.daemon.take().expect("warrend runs");
         signal(child.id(), Signal::TERM);
-        let deadline = Instant::now() + STOP_PATIENCE;
-        while child.try_wait().expect("look after warrend").is_none() {
-            assert!(Instant::now() < deadline, "warrend does not stop:\n{}", self.log());
-            std::thread::sleep(POLL);
-        }
+        assert!(ends_in_time(&mut child), "warrend does not stop:\n{}", self.log());
     }
 
     /// Starts the daemon again on the same directories and address.
@@ -366,13 +362,10 @@ impl TestNode {
         let body = json!({"sandboxes": "kill"}).to_string();
         let headers = [("content-type", "application/json")];
         let client = self.client.clone().with_patience(STOP_PATIENCE);
-        if client.send("POST", "/v1/node/stop", &headers, body.as_bytes()).is_ok() {
-            let deadline = Instant::now() + STOP_PATIENCE;
-            while Instant::now() < deadline && child.try_wait().is_ok_and(|ended| ended.is_none()) {
-                std::thread::sleep(POLL);
-            }
+        let asked = client.send("POST", "/v1/node/stop", &headers, body.as_bytes()).is_ok();
+        if !asked || !ends_in_time(&mut child) {
+            let _ = child.kill();
         }
-        let _ = child.kill();
         let _ = child.wait();
     }
 }
@@ -396,6 +389,18 @@ impl Drop for TestNode {
             eprintln!("---- warrend's log ----\n{}", tail(&self.log()));
         }
     }
+}
+
+/// Whether a daemon that was asked to stop has ended within [`STOP_PATIENCE`].
+fn ends_in_time(daemon: &mut Child) -> bool {
+    let deadline = Instant::now() + STOP_PATIENCE;
+    while daemon.try_wait().expect("look after warrend").is_none() {
+        if Instant::now() > deadline {
+            return false;
+        }
+        std::thread::sleep(POLL);
+    }
+    true
 }
 
 fn signal(pid: u32, signal: Signal) {

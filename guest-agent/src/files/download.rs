@@ -63,10 +63,10 @@ pub fn answer(path: &Path, headers: &HeaderMap) -> Result<Reply, FileError> {
         let value = format!("bytes {start}-{}/{length}", end - 1);
         let value = HeaderValue::try_from(value).expect("digits are valid in a header");
         reply.headers_mut().insert(header::CONTENT_RANGE, value);
-        *reply.body_mut() = Body::stream(FileStream { file, left: Some(end - start), ahead: None });
+        *reply.body_mut() = Body::stream(FileStream::new(file, Some(end - start)));
     } else if coding == Coding::Gzip && length >= GZIP_BYTES_MIN {
         let encoder = GzEncoder::new(Vec::new(), Compression::fast());
-        let file = FileStream { file, left: None, ahead: None };
+        let file = FileStream::new(file, None);
         *reply.body_mut() = Body::stream(GzipStream { file, encoder: Some(encoder) });
         let gzip = HeaderValue::from_static("gzip");
         reply.headers_mut().insert(header::CONTENT_ENCODING, gzip);
@@ -74,13 +74,11 @@ pub fn answer(path: &Path, headers: &HeaderMap) -> Result<Reply, FileError> {
         // Files of /proc claim to be empty: their length is known at the end, and some
         // refuse to be read at all.
         let left = Some(length).filter(|length| *length > 0);
-        let mut stream = FileStream { file, left, ahead: None };
+        let mut stream = FileStream::new(file, left);
         if left.is_none() {
-            let first = stream.read();
-            stream.ahead = Some(
-                first
-                    .map_err(|error| FileError::from_io(format_args!("read '{shown}'"), &error))?,
-            );
+            stream
+                .read_ahead()
+                .map_err(|error| FileError::from_io(format_args!("read '{shown}'"), &error))?;
         }
         *reply.body_mut() = Body::stream(stream);
     }
@@ -121,6 +119,16 @@ struct FileStream {
 }
 
 impl FileStream {
+    fn new(file: File, left: Option<u64>) -> Self {
+        Self { file, left, ahead: None }
+    }
+
+    /// Reads the first bytes, so that a file which cannot be read is told in the status.
+    fn read_ahead(&mut self) -> io::Result<()> {
+        self.ahead = Some(self.read()?);
+        Ok(())
+    }
+
     fn read(&mut self) -> io::Result<Bytes> {
         let limit =
             self.left.map_or(usize::MAX, |left| usize::try_from(left).unwrap_or(usize::MAX));

@@ -152,9 +152,7 @@ impl Reader {
             self.read.files += 1;
         }
     }
-}
 
-impl Reader {
     fn send(&self, file: &File) -> io::Result<u64> {
         let mut total = 0;
         loop {
