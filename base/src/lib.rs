@@ -1,4 +1,5 @@
 //! Ids, units and audited system calls. No policy.
 
 pub mod guest;
+pub mod skip;
 pub mod spawn;

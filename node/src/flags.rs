@@ -54,10 +54,10 @@ pub struct Settings {
     #[arg(long, global = true, value_name = "ADDRESS")]
     pub listen: Option<String>,
     /// What must last [default: /var/lib/warren].
-    #[arg(long, global = true, value_name = "DIR")]
+    #[arg(long, global = true, value_name = "DIR", env = "WARREN_STATE_DIR")]
     pub state_dir: Option<PathBuf>,
     /// Sockets and logs of what runs [default: /run/warren].
-    #[arg(long, global = true, value_name = "DIR")]
+    #[arg(long, global = true, value_name = "DIR", env = "WARREN_RUN_DIR")]
     pub run_dir: Option<PathBuf>,
     /// The warren-vmm program [default: beside this one].
     #[arg(long, global = true, value_name = "FILE")]

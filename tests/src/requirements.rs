@@ -1,6 +1,4 @@
-//! What a test needs of the machine, and how a skip is counted.
-
-use std::io::Write;
+//! What a test needs of the machine.
 
 /// Something that a machine may lack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,12 +36,6 @@ impl Need {
 #[must_use]
 pub fn missing(needs: &[Need]) -> bool {
     let Some(need) = needs.iter().find(|need| !need.is_met()) else { return false };
-    let test = std::thread::current().name().unwrap_or("a test").to_owned();
-    let line = format!("{test}: {}\n", need.reason());
-    eprint!("skipped {line}");
-    if let Some(path) = std::env::var_os("WARREN_SKIPPED") {
-        let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
-        file.and_then(|mut file| file.write_all(line.as_bytes())).expect("write down the skip");
-    }
+    warren_base::skip::skipped(need.reason());
     true
 }

@@ -196,7 +196,7 @@ impl Contexts {
                 ],
                 terminal: Terminal::None,
             })
-            .map_err(|source| KernelError::Start { program, source })?;
+            .map_err(|source| KernelError::start(program, source))?;
         Ok(Kernel::new(ours, Some(child)))
     }
 

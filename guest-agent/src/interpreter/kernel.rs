@@ -11,6 +11,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, Signal};
 use serde::Deserialize;
+use warren_base::spawn::SpawnStep;
 
 use super::lines::Lines;
 use crate::children::{Child, StartError};
@@ -29,7 +30,10 @@ pub enum KernelError {
     /// Its programs could not be written.
     #[error("write its programs: {0}")]
     Install(#[source] io::Error),
-    /// The interpreter is not in the image, or could not be started.
+    /// The image does not have the interpreter.
+    #[error("this sandbox has no {0}; use a template whose image has it")]
+    Missing(&'static str),
+    /// The interpreter could not be started.
     #[error("start {program}: {source}")]
     Start {
         /// The interpreter.
@@ -53,10 +57,20 @@ pub enum KernelError {
 }
 
 impl KernelError {
+    /// Why `program` was not started.
+    pub fn start(program: &'static str, source: StartError) -> Self {
+        match source.refusal() {
+            Some((SpawnStep::Execute, error)) if error.kind() == io::ErrorKind::NotFound => {
+                KernelError::Missing(program)
+            }
+            _ => KernelError::Start { program, source },
+        }
+    }
+
     /// Whether another request could do better.
     pub fn is_callers_mistake(&self) -> bool {
         match self {
-            KernelError::Directory(_) => true,
+            KernelError::Directory(_) | KernelError::Missing(_) => true,
             KernelError::Start { source, .. } => {
                 source.refusal().is_some_and(|(_, error)| error.kind() == io::ErrorKind::NotFound)
             }

@@ -83,7 +83,7 @@ impl Zygote {
                 stdio: [Some(theirs.as_fd()), None, Some(rustix::stdio::stderr())],
                 terminal: Terminal::None,
             })
-            .map_err(|source| KernelError::Start { program: "python3", source })?;
+            .map_err(|source| KernelError::start("python3", source))?;
         *running = Some(Running { socket, child, user: user.name.clone() });
         Ok(())
     }

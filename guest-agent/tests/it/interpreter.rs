@@ -2,14 +2,15 @@ use std::io::{BufRead, BufReader};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use warren_base::skip::skipped;
 
-use crate::support::{Agent, Chunked, user_name};
+use crate::support::{Agent, Chunked, Reply, user_name};
 
 /// An agent whose cells run as the user of this test; `None` without Python.
 fn agent() -> Option<Agent> {
     let python = std::process::Command::new("python3").arg("--version").output();
     if python.is_err() {
-        eprintln!("skipped: there is no python3");
+        skipped("there is no python3");
         return None;
     }
     let agent = Agent::start();
@@ -190,4 +191,15 @@ fn new_identity_reseeds_the_warm_kernel() {
     run(&agent, "random.seed(42); state = random.getstate()");
     init("two");
     assert_eq!(text(&run(&agent, "random.getstate() == state"), "result"), "True");
+}
+
+#[test]
+fn language_whose_program_is_missing_names_the_program() {
+    let Some(agent) = agent() else { return };
+    let message = json!({"defaultUser": user_name(), "envVars": {"PATH": "/nonexistent"}});
+    assert_eq!(agent.request("POST", "/init", &[], message.to_string().as_bytes()).status, 204);
+    let body = json!({"code": "1", "language": "javascript"}).to_string();
+    let reply = Reply::read(agent.open("interpreter", "POST", "/execute", &[], body.as_bytes()));
+    assert_eq!(reply.status, 400);
+    assert!(reply.text().contains("this sandbox has no node"), "{}", reply.text());
 }

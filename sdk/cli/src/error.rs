@@ -70,7 +70,7 @@ impl CliError {
                 "start it with `warren up`, or name another by --url or WARREN_URL"
             }
             Self::Api { status: 401 | 403, .. } => {
-                "set WARREN_API_KEY, or run as a user who may read the file api-key in the state directory"
+                "set WARREN_API_KEY, or run as a user who may read the file api-key in the node's state directory; if that is not the default, name it by --state-dir or WARREN_STATE_DIR"
             }
             Self::Api { status: 404, message } if message.contains("emplate") => {
                 "`warren template ls` lists templates; `warren template build` makes one"

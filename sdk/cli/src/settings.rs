@@ -33,6 +33,19 @@ impl Settings {
         format!("http://{}", self.address)
     }
 
+    /// The variables by which other `warren` commands find this node; none where the
+    /// defaults do.
+    pub(crate) fn variables(&self) -> Vec<(&'static str, String)> {
+        let mut variables = Vec::new();
+        if self.url() != DEFAULT_URL {
+            variables.push(("WARREN_URL", self.url()));
+        }
+        if self.state_directory != Path::new(DEFAULT_STATE_DIRECTORY) {
+            variables.push(("WARREN_STATE_DIR", self.state_directory.display().to_string()));
+        }
+        variables
+    }
+
     /// The key given, or the one the daemon left for local users. Read late: the
     /// daemon may be starting.
     pub(crate) fn api_key(&self) -> Option<String> {
@@ -63,6 +76,26 @@ mod tests {
     fn address_keeps_host_and_port() {
         assert_eq!(address_of("http://127.0.0.1:3000/").unwrap(), "127.0.0.1:3000");
         assert_eq!(address_of("http://node").unwrap(), "node:80");
+    }
+
+    #[test]
+    fn variables_name_only_what_is_not_the_default() {
+        let settings = |url: Option<&str>, state: Option<&str>| {
+            let flags = Connection {
+                url: url.map(str::to_owned),
+                api_key: None,
+                state_dir: state.map(PathBuf::from),
+            };
+            Settings::from_flags(&flags).unwrap()
+        };
+        assert_eq!(settings(None, None).variables(), []);
+        assert_eq!(
+            settings(Some("http://127.0.0.1:4000"), Some("/srv/w")).variables(),
+            [
+                ("WARREN_URL", "http://127.0.0.1:4000".to_owned()),
+                ("WARREN_STATE_DIR", "/srv/w".to_owned()),
+            ]
+        );
     }
 
     #[test]

@@ -36,6 +36,7 @@ pub(super) async fn build(
     output: Output,
 ) -> Result<(), CliError> {
     let started = std::time::Instant::now();
+    output.progress(&format!("template {} from {}", request.name, request.rootfs.display()));
     http.build_template(request, |line: &Progress| {
         let seconds = started.elapsed().as_secs();
         output.progress(&format!(

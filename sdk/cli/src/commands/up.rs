@@ -145,9 +145,11 @@ async fn ready(settings: &Settings, up: &Up, output: Output) -> Result<(), CliEr
     let key = settings.api_key();
     let value = json!({"url": settings.url(), "apiKey": key});
     output.result(&value, || {
-        let key = key.as_deref().unwrap_or("<key>");
         let url = settings.url();
-        format!("export E2B_API_URL={url}\nexport E2B_SANDBOX_URL={url}\nexport E2B_API_KEY={key}")
+        let key = key.clone().unwrap_or_else(|| "<key>".to_owned());
+        let sdk = [("E2B_API_URL", url.clone()), ("E2B_SANDBOX_URL", url), ("E2B_API_KEY", key)];
+        let lines = sdk.into_iter().chain(settings.variables());
+        lines.map(|(name, value)| format!("export {name}={value}")).collect::<Vec<_>>().join("\n")
     });
     Ok(())
 }

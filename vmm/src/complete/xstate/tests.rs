@@ -3,6 +3,8 @@
 
 use std::arch::asm;
 
+use warren_base::skip::skipped;
+
 use super::*;
 
 #[repr(C, align(64))]
@@ -127,7 +129,7 @@ unsafe fn xcr0() -> u64 {
 fn cpu_has_avx() -> bool {
     let has = std::is_x86_feature_detected!("avx") && std::is_x86_feature_detected!("xsave");
     if !has {
-        eprintln!("skipped: this CPU has no AVX or no XSAVE");
+        skipped("this CPU has no AVX or no XSAVE");
     }
     has
 }

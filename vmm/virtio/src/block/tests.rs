@@ -9,6 +9,7 @@ use std::time::Duration;
 use proptest::prelude::*;
 use tempfile::TempDir;
 use vm_memory::{Bytes, GuestAddress};
+use warren_base::skip::skipped;
 
 use super::*;
 use crate::testing::{INDIRECT, Machine, NEXT, Used, WRITE, write_descriptor};
@@ -201,7 +202,7 @@ fn cached_reads_make_no_ring_and_no_delta() {
     // The file was just written: it is in the page cache.
     assert_eq!(machine.read_disk(0, DISK_BYTES), fixture.image);
     if machine.metric("cached_transfers") == 0 {
-        eprintln!("skipped: this file system does not read from its cache only");
+        skipped("this file system does not read from its cache only");
         return;
     }
     assert_eq!(machine.metric("rings"), 0);
@@ -431,7 +432,7 @@ fn full_host_disk_fails_the_write_and_keeps_the_old_data() {
     let mount = fixture.path("small");
     std::fs::create_dir(&mount).unwrap();
     if !mount_small(&mount) {
-        eprintln!("skipped: mounting a file system needs CAP_SYS_ADMIN");
+        skipped("mounting a file system needs CAP_SYS_ADMIN");
         return;
     }
     let base = fixture.open(ImageAccess::ReadOnly);
@@ -709,73 +710,4 @@ proptest! {
         prop_assert_eq!(&bytes, &fixture.image);
         prop_assert_eq!(machine.read_disk(0, model.len()), model);
     }
-}
-
-/// Prints what the brief figures of the documentation are made of.
-#[test]
-#[ignore = "a measurement, for a quiet machine"]
-fn measure_rings_and_restores() {
-    let available = || -> i64 {
-        let text = std::fs::read_to_string("/proc/meminfo").unwrap();
-        let line = text.lines().find(|line| line.starts_with("MemAvailable")).unwrap();
-        line.split_whitespace().nth(1).unwrap().parse().unwrap()
-    };
-    for entries in [16u32, 64, 128] {
-        let before = available();
-        let rings: Vec<_> = (0..500)
-            .map(|_| {
-                io_uring::IoUring::<io_uring::squeue::Entry>::builder()
-                    .dontfork()
-                    .build(entries)
-                    .unwrap()
-            })
-            .collect();
-        println!("ring of {entries}: {} KiB", (before - available()) / 500);
-        drop(rings);
-        std::thread::sleep(Duration::from_millis(500));
-    }
-
-    let fixture = Fixture::new(DISK_BYTES);
-    let mut machine = fixture.boot(fixture.cow());
-    machine.transport.quiesce();
-    let (version, bytes) = machine.transport.save_device();
-    let state = machine.transport.save();
-    let image = fixture.open(ImageAccess::ReadOnly);
-    let count: u32 = 10_000;
-    let begun = std::time::Instant::now();
-    for _ in 0..count {
-        let (base, delta) = (image.clone(), fixture.path("delta"));
-        let disk = DiskConfig::CopyOnWrite { base, delta, bytes: None };
-        let device = BlockDevice::restore(config(disk), version, &bytes).unwrap();
-        let transport = crate::transport::MmioTransport::restore(
-            Box::new(device),
-            machine.memory.clone(),
-            machine.interrupt.clone(),
-            machine.events.clone(),
-            &state,
-        );
-        drop(transport.unwrap());
-    }
-    println!("block restore and drop: {:?}", begun.elapsed() / count);
-
-    let (mut reads, begun) = (0u32, std::time::Instant::now());
-    let (read, _) = machine.buffer_of(&header(IN, 0));
-    let (write, _) = machine.buffer_of(&header(OUT, 0));
-    let data = machine.buffer(8192);
-    while reads < count {
-        let status = GuestAddress(data.0 + 4096);
-        machine.queues[0].add(&[(read, 16)], &[(data, 4096), (status, 1)]);
-        machine.notify(0);
-        machine.queues[0].take_used().unwrap();
-        reads += 1;
-    }
-    println!("read of 4 KiB from the page cache: {:?}", begun.elapsed() / count);
-    let begun = std::time::Instant::now();
-    for _ in 0..count {
-        let status = GuestAddress(data.0 + 4096);
-        machine.queues[0].add(&[(write, 16), (data, 4096)], &[(status, 1)]);
-        machine.notify(0);
-        machine.run_until(|machine| machine.queues[0].take_used().is_some());
-    }
-    println!("write of 4 KiB through the ring: {:?}", begun.elapsed() / count);
 }

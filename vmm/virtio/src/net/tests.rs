@@ -5,6 +5,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use vm_memory::GuestAddress;
+use warren_base::skip::skipped;
 
 use super::*;
 use crate::VirtioDevice;
@@ -31,7 +32,7 @@ impl Cable {
     fn plug(features: u64) -> Option<Self> {
         // SAFETY: takes no pointers. Each test is a process of its own.
         if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
-            eprintln!("skipped: a network namespace needs CAP_SYS_ADMIN");
+            skipped("a network namespace needs CAP_SYS_ADMIN");
             return None;
         }
         let name = "test0";
@@ -39,7 +40,7 @@ impl Cable {
         let mask = features | 1 << 5 | 1 << 29;
         let machine = Machine::boot_with(device, mask);
         if metric(&machine, "tap_failures") > 0 {
-            eprintln!("skipped: no TAP can be made");
+            skipped("no TAP can be made");
             return None;
         }
         let socket = raw_socket(name).unwrap();

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use tempfile::TempDir;
 use vm_memory::{Bytes, GuestAddress};
+use warren_base::skip::skipped;
 
 use super::packet::{
     HEADER_BYTES, Header, PacketOperation, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND,
@@ -701,7 +702,7 @@ fn connections_are_limited() {
     let limit = libc::rlimit { rlim_cur: 8192, rlim_max: 8192 };
     // SAFETY: `limit` is a valid struct that outlives the call.
     if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) } != 0 {
-        eprintln!("skipped: the limit of open files cannot be raised");
+        skipped("the limit of open files cannot be raised");
         return;
     }
     let mut guest = Guest::ready();
@@ -904,28 +905,4 @@ proptest! {
         }
         prop_assert!(guest.machine.transport.running());
     }
-}
-
-/// Prints what a clone's vsock costs before anyone connects.
-#[test]
-#[ignore = "a measurement, for a quiet machine"]
-fn measure_restore() {
-    let mut guest = Guest::ready();
-    guest.machine.transport.quiesce();
-    let (version, bytes) = guest.machine.transport.save_device();
-    let state = guest.machine.transport.save();
-    let path = guest.directory.path().join("clone");
-    let (count, begun) = (5000u32, Instant::now());
-    for _ in 0..count {
-        let transport = crate::transport::MmioTransport::restore(
-            Box::new(restore(path.clone(), version, &bytes)),
-            guest.machine.memory.clone(),
-            guest.machine.interrupt.clone(),
-            guest.machine.events.clone(),
-            &state,
-        );
-        drop(transport.unwrap());
-    }
-    println!("vsock restore and drop: {:?}", begun.elapsed() / count);
-    println!("a connection: {} bytes", size_of::<connection::Connection>());
 }
