@@ -51,7 +51,9 @@ impl Filesystem {
             "Move" => {
                 connect::unary(request, |m, h| async move { self.move_entry(&m, &h).await }).await
             }
-            "Remove" => unary(request, |m: PathRequest, h| self.remove(&m, h)).await,
+            "Remove" => {
+                connect::unary(request, |m, h| async move { self.remove(&m, &h).await }).await
+            }
             "WatchDir" => self.watch(request).await,
             "CreateWatcher" => {
                 unary(request, |m: WatchRequest, h| self.create_watcher(&m, h)).await
@@ -100,9 +102,13 @@ impl Filesystem {
         Ok(EntryReply { entry: Entry::of(&destination, &self.agent.users)? })
     }
 
-    fn remove(&self, message: &PathRequest, headers: &HeaderMap) -> Result<Empty, ConnectError> {
+    async fn remove(
+        &self,
+        message: &PathRequest,
+        headers: &HeaderMap,
+    ) -> Result<Empty, ConnectError> {
         let (path, _) = self.place(&message.path, headers)?;
-        modify::remove(&path)?;
+        modify::remove(&path).await?;
         Ok(Empty {})
     }
 

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::connect::{Code, ConnectError};
 use crate::files;
+use crate::runtime;
 use crate::users::User;
 
 /// Makes a directory and its missing parents.
@@ -50,7 +51,9 @@ pub async fn move_entry(
     match renamed {
         // Between two file systems the content has to move.
         Err(error) if error.kind() == io::ErrorKind::CrossesDevices => {
-            copy_over(source, destination).map_err(|error| fail(&error))
+            let (from, to) = (source.to_owned(), destination.to_owned());
+            let moved = runtime::blocking(move || copy_over(&from, &to)).await;
+            moved.flatten().map_err(|error| fail(&error))
         }
         other => other.map_err(|error| fail(&error)),
     }
@@ -83,12 +86,12 @@ fn copy_tree(source: &Path, destination: &Path, meta: &std::fs::Metadata) -> io:
 
 /// Removes an entry and everything below it. What is not there is removed
 /// already.
-pub fn remove(path: &Path) -> Result<(), ConnectError> {
+pub async fn remove(path: &Path) -> Result<(), ConnectError> {
     if path == Path::new("/") {
         return Err(ConnectError::new(Code::InvalidArgument, "the root cannot be removed"));
     }
     let removed = match std::fs::symlink_metadata(path) {
-        Ok(meta) if meta.is_dir() => std::fs::remove_dir_all(path),
+        Ok(meta) if meta.is_dir() => remove_tree(path).await,
         Ok(_) => std::fs::remove_file(path),
         Err(error) => Err(error),
     };
@@ -97,5 +100,15 @@ pub fn remove(path: &Path) -> Result<(), ConnectError> {
         other => other.map_err(|error| {
             ConnectError::from_io(&format!("remove '{}'", path.display()), &error)
         }),
+    }
+}
+
+async fn remove_tree(path: &Path) -> io::Result<()> {
+    match std::fs::remove_dir(path) {
+        Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => {
+            let path = path.to_owned();
+            runtime::blocking(move || std::fs::remove_dir_all(path)).await.flatten()
+        }
+        other => other,
     }
 }

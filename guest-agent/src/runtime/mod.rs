@@ -5,14 +5,17 @@
 //! are registered, wake-ups inside the process never touch the kernel, timers
 //! are the timeout of the one wait, and an idle agent makes no call at all.
 //!
-//! Everything runs on the thread that called [`run`]; nothing here is `Send`.
+//! Everything runs on the thread that called [`run`]; nothing here is `Send`. What may
+//! hold the thread for long goes through [`blocking`].
 
+mod blocking;
 mod io;
 mod reactor;
 mod sync;
 mod task;
 mod timer;
 
+pub use blocking::blocking;
 pub use io::Source;
 pub use sync::{Event, Lock, Receiver, Sender, channel};
 pub use task::{Task, spawn};

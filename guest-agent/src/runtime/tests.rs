@@ -84,3 +84,19 @@ fn either_first_wins_a_tie() {
     })
     .unwrap();
 }
+
+#[test]
+fn blocking_work_lets_other_tasks_run() {
+    run(async {
+        let (tell, told) = std::sync::mpsc::channel();
+        let other = spawn(async move { tell.send(7).unwrap() });
+        // Ends only if the other task runs meanwhile.
+        assert_eq!(blocking(move || told.recv().unwrap()).await.unwrap(), 7);
+        drop(other);
+        let hook = std::panic::take_hook();
+        std::panic::set_hook(Box::new(|_| {}));
+        assert!(blocking(|| panic!("on purpose")).await.is_err());
+        std::panic::set_hook(hook);
+    })
+    .unwrap();
+}

@@ -1,4 +1,7 @@
+use std::os::unix::fs::MetadataExt;
+
 use serde_json::{Value, json};
+use warren_base::skip::skipped;
 
 use crate::support::Agent;
 
@@ -85,4 +88,26 @@ fn watcher_overflow_is_an_error_and_not_silence() {
     }
     let (status, error) = call(&agent, "GetWatcherEvents", id);
     assert_eq!((status, &error["code"]), (500, &json!("data_loss")));
+}
+
+#[test]
+fn tree_moves_between_file_systems_and_is_removed_whole() {
+    let agent = Agent::start();
+    let elsewhere = tempfile::tempdir_in("/dev/shm").unwrap();
+    let device = |path: &std::path::Path| std::fs::metadata(path).unwrap().dev();
+    let source = agent.path("tree");
+    std::fs::create_dir_all(format!("{source}/a/b")).unwrap();
+    if device(source.as_ref()) == device(elsewhere.path()) {
+        skipped("the directory of the tests is on the file system of /dev/shm");
+        return;
+    }
+    std::fs::write(format!("{source}/a/b/f"), "12345").unwrap();
+    std::os::unix::fs::symlink("b/f", format!("{source}/a/link")).unwrap();
+    let destination = elsewhere.path().join("moved");
+    let (status, _) = call(&agent, "Move", json!({"source": source, "destination": destination}));
+    assert_eq!(status, 200);
+    assert!(!std::fs::exists(&source).unwrap());
+    assert_eq!(std::fs::read_to_string(destination.join("a/link")).unwrap(), "12345");
+    assert_eq!(call(&agent, "Remove", json!({"path": destination})).0, 200);
+    assert!(!destination.exists());
 }

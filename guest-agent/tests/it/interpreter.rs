@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use warren_base::skip::skipped;
 
-use crate::support::{Agent, Chunked, Reply, user_name};
+use crate::support::{Agent, Chunked, user_name};
 
 /// An agent whose cells run as the user of this test; `None` without Python.
 fn agent() -> Option<Agent> {
@@ -198,8 +198,7 @@ fn language_whose_program_is_missing_names_the_program() {
     let Some(agent) = agent() else { return };
     let message = json!({"defaultUser": user_name(), "envVars": {"PATH": "/nonexistent"}});
     assert_eq!(agent.request("POST", "/init", &[], message.to_string().as_bytes()).status, 204);
-    let body = json!({"code": "1", "language": "javascript"}).to_string();
-    let reply = Reply::read(agent.open("interpreter", "POST", "/execute", &[], body.as_bytes()));
-    assert_eq!(reply.status, 400);
-    assert!(reply.text().contains("this sandbox has no node"), "{}", reply.text());
+    let events = execute(&agent, json!({"code": "1", "language": "javascript"}));
+    let value = of_kind(&events, "error")[0]["value"].as_str().unwrap();
+    assert!(value.contains("this sandbox has no node"), "{value}");
 }

@@ -133,7 +133,7 @@ pub struct Reply {
 }
 
 impl Reply {
-    pub fn read(mut reader: BufReader<UnixStream>) -> Self {
+    fn read(mut reader: BufReader<UnixStream>) -> Self {
         let (status, headers) = read_head(&mut reader);
         let mut body = Vec::new();
         if header(&headers, "transfer-encoding") == Some("chunked") {
