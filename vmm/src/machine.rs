@@ -251,7 +251,8 @@ fn restore_device(
         DeviceKind::WritableDisk(id) => {
             let delta = request.disks.get(id).ok_or("the request names no file for it");
             let delta = delta.step(step, "name a file for each writable disk")?.clone();
-            let disk = DiskConfig::CopyOnWrite { base: disks.get(id)?, delta, bytes: None };
+            let base = disks.get(id)?;
+            let disk = DiskConfig::CopyOnWrite { base, layers: Vec::new(), delta, bytes: None };
             let config = block_config(id, disk, FlushPolicy::Acknowledge);
             Box::new(BlockDevice::restore(config, version, bytes).step(step, advice)?)
         }

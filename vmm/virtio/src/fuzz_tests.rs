@@ -216,7 +216,12 @@ fn block_config(directory: &Path) -> BlockConfig {
     BlockConfig {
         name: "block".into(),
         id: "fuzz".into(),
-        disk: DiskConfig::CopyOnWrite { base, delta: directory.join("delta"), bytes: None },
+        disk: DiskConfig::CopyOnWrite {
+            base,
+            layers: Vec::new(),
+            delta: directory.join("delta"),
+            bytes: None,
+        },
         flush: FlushPolicy::Durable,
     }
 }

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use virtio_bindings::virtio_blk::{
@@ -15,8 +16,9 @@ use virtio_queue::Queue;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 
 use super::allocation::Allocation;
-use super::disk::{Disk, DiskConfig, Source, Writable, punch_hole};
+use super::disk::{Allocations, CopyOnWriteDisk, Disk, DiskConfig, Source, Writable, punch_hole};
 use super::engine::{Completion, Engine, Operation, Transfer};
+use super::image::ImageFile;
 use super::request::{Action, DiskRange, RangeError, Request, Unmap, parse_ranges};
 use super::{
     BLOCK_BYTES, BlockError, BlockMetrics, ID_BYTES, QUEUE_SIZE, RANGE_SECTORS_MAX, RANGES_MAX,
@@ -108,7 +110,7 @@ impl Status {
 impl BlockDevice {
     /// A disk no guest has seen yet.
     pub fn new(config: BlockConfig) -> Result<Self, BlockError> {
-        let disk = Disk::new(config.disk, Allocation::default())?;
+        let disk = Disk::new(config.disk, Allocations::default())?;
         Self::with_disk(config.name, &config.id, config.flush, disk)
     }
 
@@ -117,6 +119,25 @@ impl BlockDevice {
     pub fn restore(config: BlockConfig, version: u16, bytes: &[u8]) -> Result<Self, BlockError> {
         let disk = persist::restore(config.disk, version, bytes)?;
         Self::with_disk(config.name, &config.id, config.flush, disk)
+    }
+
+    /// Ends the delta of a quiesced copy-on-write disk: it becomes a layer, and writes go
+    /// to a new file at `delta`. Other disks have nothing to end.
+    ///
+    /// # Errors
+    /// When the old delta cannot be opened; the disk is then as it was.
+    pub fn end_delta(&mut self, delta: PathBuf) -> Result<(), BlockError> {
+        let Disk::CopyOnWrite(disk) = &mut self.service.disk else { return Ok(()) };
+        disk.end_delta(delta)?;
+        self.service.count_blocks();
+        Ok(())
+    }
+
+    /// Files of the layers of a copy-on-write disk, oldest first; their blocks are part
+    /// of the saved state.
+    pub fn layers(&self) -> Vec<ImageFile> {
+        let disk = self.service.disk.copy_on_write();
+        disk.into_iter().flat_map(CopyOnWriteDisk::layers).cloned().collect()
     }
 
     fn with_disk(

@@ -21,10 +21,12 @@ pub enum DiskConfig {
     ReadOnly(ImageFile),
     /// One file, written in place.
     ReadWrite(ImageFile),
-    /// A file that is never written, and one made at the first write.
+    /// Files that are never written, and one made at the first write.
     CopyOnWrite {
         /// What the disk shows where nothing was written.
         base: ImageFile,
+        /// Deltas that ended, oldest first: a block is in the youngest that holds it.
+        layers: Vec<ImageFile>,
         /// Where the delta file is to be; its directory exists by the first write.
         delta: PathBuf,
         /// Size of the disk; at least the base's, which is meant by `None`.
@@ -43,11 +45,28 @@ pub enum Disk {
     CopyOnWrite(CopyOnWriteDisk),
 }
 
-/// A base that is never written, the blocks that differ from it, and which these
-/// are.
+/// Which blocks the files above the base hold.
+#[derive(Debug, Default)]
+pub struct Allocations {
+    /// One per layer, oldest first.
+    pub layers: Vec<Allocation>,
+    /// Of the delta.
+    pub delta: Allocation,
+}
+
+/// A delta that ended.
+#[derive(Debug)]
+struct Layer {
+    image: ImageFile,
+    allocation: Allocation,
+}
+
+/// A base that is never written, layers with blocks that differ from it, and the delta
+/// that takes the writes.
 #[derive(Debug)]
 pub struct CopyOnWriteDisk {
     base: ImageFile,
+    layers: Vec<Layer>,
     delta_path: PathBuf,
     delta: Option<Arc<File>>,
     allocation: Allocation,
@@ -73,12 +92,13 @@ pub enum Writable {
 }
 
 impl Disk {
-    /// The disk of a configuration, as `allocation` says it was left.
-    pub fn new(config: DiskConfig, allocation: Allocation) -> Result<Self, BlockError> {
+    /// The disk of a configuration, as `allocations` say it was left: one for each layer
+    /// of the configuration.
+    pub fn new(config: DiskConfig, allocations: Allocations) -> Result<Self, BlockError> {
         Ok(match config {
             DiskConfig::ReadOnly(image) => Self::ReadOnly(image),
             DiskConfig::ReadWrite(image) => Self::ReadWrite(image),
-            DiskConfig::CopyOnWrite { base, delta, bytes } => {
+            DiskConfig::CopyOnWrite { base, layers, delta, bytes } => {
                 let bytes = bytes.unwrap_or(base.bytes());
                 if bytes < base.bytes() {
                     return Err(BlockError::Shrunk {
@@ -90,11 +110,20 @@ impl Disk {
                 if !bytes.is_multiple_of(SECTOR_BYTES) {
                     return Err(BlockError::Unaligned { path: base.path().to_owned(), bytes });
                 }
+                if let Some(layer) = layers.iter().find(|layer| layer.bytes() != bytes) {
+                    return Err(BlockError::LayerSize {
+                        path: layer.path().to_owned(),
+                        found: layer.bytes(),
+                        bytes,
+                    });
+                }
+                let layers = layers.into_iter().zip(allocations.layers);
                 Self::CopyOnWrite(CopyOnWriteDisk {
                     base,
+                    layers: layers.map(|(image, allocation)| Layer { image, allocation }).collect(),
                     delta_path: delta,
                     delta: None,
-                    allocation,
+                    allocation: allocations.delta,
                     bytes,
                 })
             }
@@ -127,9 +156,14 @@ impl Disk {
 
     /// Blocks the delta holds.
     pub fn allocation(&self) -> Option<&Allocation> {
+        self.copy_on_write().map(|disk| &disk.allocation)
+    }
+
+    /// The disk, if it is a copy-on-write disk.
+    pub fn copy_on_write(&self) -> Option<&CopyOnWriteDisk> {
         match self {
             Self::ReadOnly(_) | Self::ReadWrite(_) => None,
-            Self::CopyOnWrite(disk) => Some(&disk.allocation),
+            Self::CopyOnWrite(disk) => Some(disk),
         }
     }
 
@@ -162,11 +196,57 @@ impl CopyOnWriteDisk {
         if allocated {
             return Ok((Source::File(self.delta()?.clone()), end - range.start));
         }
+        let (layer, count) = self.layer_of(blocks.start..blocks.start + count);
+        let end = ((blocks.start + count) * BLOCK_BYTES).min(range.end);
+        if let Some(layer) = layer {
+            return Ok((Source::File(layer.clone()), end - range.start));
+        }
         let base_end = self.base.bytes();
         match range.start < base_end {
             true => Ok((Source::File(self.base.file().clone()), end.min(base_end) - range.start)),
             false => Ok((Source::Zero, end - range.start)),
         }
+    }
+
+    /// The youngest layer that holds the first of `blocks`, if one does, and how many
+    /// blocks from there come from the same file.
+    fn layer_of(&self, blocks: Range<u64>) -> (Option<&Arc<File>>, u64) {
+        let mut end = blocks.end;
+        for layer in self.layers.iter().rev() {
+            let (allocated, count) = layer.allocation.run(blocks.start..end);
+            end = blocks.start + count;
+            if allocated {
+                return (Some(layer.image.file()), count);
+            }
+        }
+        (None, end - blocks.start)
+    }
+
+    /// Files of the layers, oldest first.
+    pub fn layers(&self) -> impl Iterator<Item = &ImageFile> {
+        self.layers.iter().map(|layer| &layer.image)
+    }
+
+    /// Which blocks the layers hold, in their order.
+    pub fn layer_allocations(&self) -> impl Iterator<Item = &Allocation> {
+        self.layers.iter().map(|layer| &layer.allocation)
+    }
+
+    /// Ends the delta: if it holds anything it becomes the youngest layer, which nobody
+    /// writes any more, and writes go to a new file at `delta` from now on. No transfer
+    /// may be in flight.
+    pub fn end_delta(&mut self, delta: PathBuf) -> Result<(), BlockError> {
+        if !self.allocation.is_empty() {
+            let path = self.delta_path.clone();
+            let file =
+                self.delta().map_err(|source| BlockError::Open { path: path.clone(), source })?;
+            let image = ImageFile::from_shared(file.clone(), &path)?;
+            let allocation = std::mem::take(&mut self.allocation);
+            self.layers.push(Layer { image, allocation });
+        }
+        self.delta = None;
+        self.delta_path = delta;
+        Ok(())
     }
 
     /// The delta file, made or opened now if it was not yet.
@@ -211,14 +291,18 @@ impl CopyOnWriteDisk {
         head.into_iter().chain(tail)
     }
 
-    /// Copies one block from the base to the delta and allocates it.
+    /// Copies one block from what is below the delta into it and allocates it.
     pub fn copy_block(&mut self, block: u64) -> io::Result<()> {
         let mut bytes = [0; 4096];
         let offset = block * BLOCK_BYTES;
         let in_disk = length(self.bytes - offset);
         let in_base = length(self.base.bytes().saturating_sub(offset));
-        let data = bytes.get_mut(..in_base).unwrap_or_default();
-        self.base.file().read_exact_at(data, offset)?;
+        let (file, present) = match self.layer_of(block..block + 1).0 {
+            Some(layer) => (layer, in_disk),
+            None => (self.base.file(), in_base),
+        };
+        let data = bytes.get_mut(..present).unwrap_or_default();
+        file.read_exact_at(data, offset)?;
         let data = bytes.get(..in_disk).unwrap_or_default();
         self.delta()?.write_all_at(data, offset)?;
         self.allocation.set(block..block + 1);

@@ -40,13 +40,17 @@ impl ImageFile {
 
     /// Takes a file that is open already; `path` is for messages.
     pub fn from_file(file: File, path: &Path) -> Result<Self, BlockError> {
+        Self::from_shared(Arc::new(file), path)
+    }
+
+    pub(super) fn from_shared(file: Arc<File>, path: &Path) -> Result<Self, BlockError> {
         let size = |source| BlockError::Size { path: path.to_owned(), source };
         let kind = file.metadata().map_err(size)?.file_type();
         if !kind.is_file() && !kind.is_block_device() {
             return Err(BlockError::Kind { path: path.to_owned() });
         }
         // Seeking to the end knows the size of block devices too.
-        let bytes = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))
+        let bytes = rustix::fs::seek(&*file, rustix::fs::SeekFrom::End(0))
             .map_err(|errno| size(errno.into()))?;
         if bytes < SECTOR_BYTES {
             return Err(BlockError::Empty { path: path.to_owned(), bytes });
@@ -54,7 +58,7 @@ impl ImageFile {
         if !bytes.is_multiple_of(SECTOR_BYTES) {
             return Err(BlockError::Unaligned { path: path.to_owned(), bytes });
         }
-        Ok(Self { path: path.to_owned(), file: Arc::new(file), bytes })
+        Ok(Self { path: path.to_owned(), file, bytes })
     }
 
     /// Where it was opened.

@@ -7,7 +7,8 @@
 //! * `image`  – an open host file with a known size.
 //! * `disk`   – read-only, read-write, or copy-on-write: a read-only base, a
 //!   sparse delta file made at the first write, and an `allocation` map of the
-//!   4 KiB blocks the delta holds.
+//!   4 KiB blocks the delta holds. A checkpoint ends the delta: it becomes a layer
+//!   that all who go on from there share, and each gets a delta of its own.
 //! * `engine` – transfers in flight. Reads that the host's page cache can answer
 //!   are answered at once; only what is left makes the ring, so that a clone
 //!   which reads what its siblings read never has one.
@@ -118,6 +119,16 @@ pub enum BlockError {
         bytes: u64,
         /// Size of the base.
         base_bytes: u64,
+    },
+    /// A layer that belongs to another disk.
+    #[error("disk layer {path} is {found} bytes long, the disk {bytes}")]
+    LayerSize {
+        /// Path of the layer.
+        path: PathBuf,
+        /// Its size.
+        found: u64,
+        /// Size of the disk.
+        bytes: u64,
     },
     /// The disk is not as large as the one whose state was saved.
     #[error("disk image {path} has {found} sectors, the saved disk had {saved}")]

@@ -55,6 +55,7 @@ impl Fixture {
     fn cow(&self) -> DiskConfig {
         DiskConfig::CopyOnWrite {
             base: self.open(ImageAccess::ReadOnly),
+            layers: Vec::new(),
             delta: self.path("delta"),
             bytes: None,
         }
@@ -351,7 +352,7 @@ fn cow_disk_with_a_short_last_block_works_to_its_end() {
 fn cow_disk_larger_than_its_base_reads_zero_beyond_it() {
     let fixture = Fixture::new(4096 + 1024);
     let DiskConfig::CopyOnWrite { base, delta, .. } = fixture.cow() else { unreachable!() };
-    let disk = DiskConfig::CopyOnWrite { base, delta, bytes: Some(16384) };
+    let disk = DiskConfig::CopyOnWrite { base, layers: Vec::new(), delta, bytes: Some(16384) };
     let mut machine = fixture.boot(disk);
     let mut expected = fixture.image.clone();
     expected.resize(16384, 0);
@@ -386,7 +387,7 @@ fn template_disk_becomes_the_base_of_clones() {
         .map(|number| {
             let base = fixture.open(ImageAccess::ReadOnly);
             let delta = fixture.path(&format!("delta-{number}"));
-            let disk = DiskConfig::CopyOnWrite { base, delta, bytes: None };
+            let disk = DiskConfig::CopyOnWrite { base, layers: Vec::new(), delta, bytes: None };
             template.clone_with(|version, bytes| {
                 BlockDevice::restore(config(disk), version, bytes).unwrap()
             })
@@ -417,7 +418,8 @@ fn delta_that_cannot_be_made_fails_writes_only() {
     let fixture = Fixture::new(DISK_BYTES);
     let base = fixture.open(ImageAccess::ReadOnly);
     let delta = fixture.path("missing/delta");
-    let mut machine = fixture.boot(DiskConfig::CopyOnWrite { base, delta, bytes: None });
+    let mut machine =
+        fixture.boot(DiskConfig::CopyOnWrite { base, layers: Vec::new(), delta, bytes: None });
     assert_eq!(machine.request(OUT, 0, &[1; 4096], 0).0, IOERR);
     assert_eq!(machine.request(OUT, 1, &[1; 512], 0).0, IOERR);
     assert_eq!(machine.read_disk(0, 4096), fixture.image[..4096]);
@@ -437,7 +439,8 @@ fn full_host_disk_fails_the_write_and_keeps_the_old_data() {
     }
     let base = fixture.open(ImageAccess::ReadOnly);
     let delta = mount.join("delta");
-    let mut machine = fixture.boot(DiskConfig::CopyOnWrite { base, delta, bytes: None });
+    let mut machine =
+        fixture.boot(DiskConfig::CopyOnWrite { base, layers: Vec::new(), delta, bytes: None });
     let mut failed = 0;
     for block in 0..32usize {
         let sector = u64::try_from(block * 8).unwrap();
@@ -609,7 +612,7 @@ fn hostile_states_are_refused() {
         BlockDevice::restore(config(fixture.cow()), version, bytes).map(|_| ())
     };
     assert!(restore(version, &bytes).is_ok());
-    assert!(matches!(restore(2, &bytes), Err(BlockError::State(StateError::Version { .. }))));
+    assert!(matches!(restore(1, &bytes), Err(BlockError::State(StateError::Version { .. }))));
     assert!(matches!(restore(version, &[]), Err(BlockError::State(StateError::Decode { .. }))));
     let longer = [bytes.clone(), vec![0]].concat();
     assert!(matches!(
@@ -617,7 +620,8 @@ fn hostile_states_are_refused() {
         Err(BlockError::State(StateError::Trailing { .. }))
     ));
     let sectors = u64::try_from(DISK_BYTES / 512).unwrap();
-    let encode = |sectors: u64, runs: &[(u64, u64)]| crate::persist::encode(&(sectors, runs));
+    let none: &[&[(u64, u64)]] = &[];
+    let encode = |sectors: u64, runs: &[(u64, u64)]| crate::persist::encode(&(sectors, none, runs));
     assert!(restore(version, &encode(sectors, &[(0, 64)])).is_ok());
     let beyond = encode(sectors, &[(60, 5)]);
     assert!(matches!(
@@ -629,6 +633,12 @@ fn hostile_states_are_refused() {
     let disk = DiskConfig::ReadOnly(fixture.open(ImageAccess::ReadOnly));
     let with_delta = encode(sectors, &[(0, 1)]);
     assert!(BlockDevice::restore(config(disk), version, &with_delta).is_err());
+    let none: &[(u64, u64)] = &[];
+    let with_layer = crate::persist::encode(&(sectors, vec![vec![(0u64, 1u64)]], none));
+    assert!(matches!(
+        restore(version, &with_layer),
+        Err(BlockError::State(StateError::Invalid { .. }))
+    ));
 }
 
 #[derive(Debug, Clone)]
@@ -639,6 +649,10 @@ enum Act {
     Zero(usize, usize),
     Flush,
     Restore,
+    /// Ends the delta, and goes on in the same device or a restored one.
+    EndDelta {
+        restored: bool,
+    },
 }
 
 const MODEL_SECTORS: usize = 101;
@@ -655,7 +669,25 @@ fn act() -> impl Strategy<Value = Act> {
         2 => part().prop_map(|(start, len)| Act::Zero(start, len)),
         1 => Just(Act::Flush),
         1 => Just(Act::Restore),
+        2 => any::<bool>().prop_map(|restored| Act::EndDelta { restored }),
     ]
+}
+
+/// A device restored from the state of `machine`'s.
+fn again(
+    machine: &mut Machine,
+    fixture: &Fixture,
+    layers: &[(PathBuf, Vec<u8>)],
+    delta: &Path,
+) -> Machine {
+    let open = |(path, _): &(PathBuf, _)| ImageFile::open(path, ImageAccess::ReadOnly).unwrap();
+    let disk = DiskConfig::CopyOnWrite {
+        base: fixture.open(ImageAccess::ReadOnly),
+        layers: layers.iter().map(open).collect(),
+        delta: delta.to_owned(),
+        bytes: None,
+    };
+    machine.clone_with(|version, bytes| BlockDevice::restore(config(disk), version, bytes).unwrap())
 }
 
 proptest! {
@@ -668,6 +700,9 @@ proptest! {
         let fixture = Fixture::new(MODEL_SECTORS * 512);
         let mut machine = fixture.boot(fixture.cow());
         let mut model = fixture.image.clone();
+        let mut delta = fixture.path("delta");
+        // What every layer held when its delta ended.
+        let mut layers: Vec<(PathBuf, Vec<u8>)> = Vec::new();
         for (number, act) in acts.iter().enumerate() {
             match *act {
                 Act::Read(start, len) => {
@@ -697,12 +732,25 @@ proptest! {
                     }
                 }
                 Act::Flush => prop_assert_eq!(machine.request(FLUSH, 0, &[], 0).0, OK),
-                Act::Restore => {
-                    machine = machine.clone_with(|version, bytes| {
-                        BlockDevice::restore(config(fixture.cow()), version, bytes).unwrap()
-                    });
+                Act::Restore => machine = again(&mut machine, &fixture, &layers, &delta),
+                Act::EndDelta { restored } => {
+                    machine.transport.quiesce();
+                    let next = fixture.path(&format!("delta-{number}"));
+                    let device = machine.transport.device::<BlockDevice>().unwrap();
+                    let before = device.layers().len();
+                    device.end_delta(next.clone()).unwrap();
+                    if device.layers().len() > before {
+                        layers.push((delta.clone(), std::fs::read(&delta).unwrap()));
+                    }
+                    delta = next;
+                    if restored {
+                        machine = again(&mut machine, &fixture, &layers, &delta);
+                    }
                 }
             }
+        }
+        for (path, bytes) in &layers {
+            prop_assert_eq!(&std::fs::read(path).unwrap(), bytes);
         }
         let base = File::open(fixture.path("image")).unwrap();
         let mut bytes = vec![0; model.len()];
