@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use warren_tests::{Need, missing};
 use warren_vmm_api::{
-    BootConfig, BootProtocol, ClientError, CpuProfile, DiskConfig, DiskMode, SpawnRequest,
-    TemplateClient, VmClient, VmState, VmVerb,
+    BootConfig, BootProtocol, CheckpointRequest, ClientError, CpuProfile, DiskConfig, DiskMode,
+    SpawnRequest, TemplateClient, VmClient, VmState, VmVerb,
 };
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -52,6 +52,29 @@ const COPY_AROUND_A_HALT: &[u8] = &[
     // limit and base of the interrupt table
     0xff, 0x0f, 0x00, 0x00, 0x30, 0x00, 0x00, 0x00, 0x00, 0x00,
 ];
+
+/// Says A, B, … Z, A, … on the serial console for ever, with a pause after each letter.
+const LETTERS: &[u8] = &[
+    // mov $'A',%bl; mov $20000,%ecx; dec %ecx; jnz to the dec
+    0xb3, 0x41, 0xb9, 0x20, 0x4e, 0x00, 0x00, 0xff, 0xc9, 0x75, 0xfc,
+    // mov %bl,%al; mov $0x3f8,%dx; out %al,(%dx); inc %bl; cmp $'Z'+1,%bl
+    0x88, 0xd8, 0x66, 0xba, 0xf8, 0x03, 0xee, 0xfe, 0xc3, 0x80, 0xfb, 0x5b,
+    // jne to the mov of %ecx; mov $'A',%bl; jmp to the mov of %ecx
+    0x75, 0xe9, 0xb3, 0x41, 0xeb, 0xe5,
+];
+
+/// A guest that can be frozen at once, because it halts until a timer fires, and then does
+/// `work` with interrupts off.
+fn after_a_halt(work: &[u8]) -> Vec<u8> {
+    const HANDLER: usize = 0x9b;
+    const INTERRUPT_TABLE: usize = 0xc0;
+    let mut code = COPY_AROUND_A_HALT[..HANDLER].to_vec();
+    code.extend(work);
+    assert!(code.len() <= INTERRUPT_TABLE, "the work is too long");
+    code.resize(INTERRUPT_TABLE, 0);
+    code.extend(&COPY_AROUND_A_HALT[INTERRUPT_TABLE..]);
+    code
+}
 
 fn program() -> PathBuf {
     // The test binary lies in target/…/release/deps.
@@ -154,6 +177,29 @@ impl Guest {
         };
         template.spawn(request).expect("spawn");
         VmClient::connect(&directory.join("control.sock"), PATIENCE).expect("connect")
+    }
+
+    /// Keeps this moment of a clone; tells how to have clones from it, and the process.
+    fn checkpoint(&self, clone: &mut VmClient, name: &str) -> (TemplateClient, u32) {
+        let directory = self.path(name);
+        std::fs::create_dir(&directory).expect("make the checkpoint's directory");
+        let socket = directory.join("control.sock");
+        let request = CheckpointRequest { directory, disks: BTreeMap::new() };
+        let reply = clone.checkpoint(request).expect("take a checkpoint");
+        (TemplateClient::new(&socket, PATIENCE), reply.pid)
+    }
+
+    /// Waits until the serial console has said something after the first `seen` bytes.
+    fn console_beyond(&self, directory: &str, seen: usize) -> String {
+        let begin = Instant::now();
+        loop {
+            let text = self.console(directory);
+            if text.len() > seen {
+                return text;
+            }
+            assert!(begin.elapsed() < PATIENCE, "{directory} says no more than {text}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
     }
 
     /// What came over the serial console of the guest or of a clone.
@@ -380,6 +426,96 @@ fn clone_has_the_timer_and_the_half_done_page_copy_of_its_template() {
         std::thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(guest.console("clone"), "Y");
+    clone.verb(VmVerb::Stop).expect("stop");
+}
+
+/// The letter that [`LETTERS`] says after the last of `text`.
+fn letter_after(text: &str) -> u8 {
+    match text.bytes().last() {
+        None | Some(b'Z') => b'A',
+        Some(letter) => letter + 1,
+    }
+}
+
+fn assert_alphabet(text: &str, from: u8) {
+    let mut expected = from;
+    for letter in text.bytes() {
+        assert_eq!(letter, expected, "{text} does not go on from {}", char::from(from));
+        expected = if letter == b'Z' { b'A' } else { letter + 1 };
+    }
+}
+
+#[test]
+fn checkpoint_of_a_busy_clone_goes_on_where_it_was_taken() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let guest = Guest::new(&after_a_halt(LETTERS));
+    let files = guest.freeze();
+    let (_process, template) = template(&files);
+    let mut clone = guest.spawn(&template, "clone");
+    guest.console_beyond("clone", 3);
+
+    // Stopped, so that it is known how far it is; a checkpoint leaves it stopped.
+    clone.verb(VmVerb::Pause).expect("pause");
+    let said = guest.console("clone");
+    let (moment, frozen) = guest.checkpoint(&mut clone, "moment");
+    assert_eq!(clone.status().expect("status").state, VmState::Paused);
+    clone.verb(VmVerb::Resume).expect("resume");
+
+    // Twice from one moment, and once from a moment of a clone of it.
+    let next = letter_after(&said);
+    let mut first = guest.spawn(&moment, "first");
+    let second = guest.spawn(&moment, "second");
+    for name in ["first", "second"] {
+        assert_alphabet(&guest.console_beyond(name, 30), next);
+    }
+    let (later, _) = guest.checkpoint(&mut first, "later");
+    let third = guest.spawn(&later, "third");
+    let heard = guest.console_beyond("third", 0);
+    assert!(heard.as_bytes()[0].is_ascii_uppercase());
+    assert_alphabet(&heard, heard.as_bytes()[0]);
+    assert_alphabet(&guest.console_beyond("clone", said.len()), b'A');
+
+    // What was frozen needs nobody else, and holds nothing of the clone's VM.
+    clone.verb(VmVerb::Stop).expect("stop");
+    guest.spawn(&moment, "fourth").verb(VmVerb::Stop).expect("stop");
+    assert_eq!(moment.status().expect("status").spawned, 3);
+    let open: Vec<_> = std::fs::read_dir(format!("/proc/{frozen}/fd"))
+        .expect("descriptors of the frozen process")
+        .map(|entry| std::fs::read_link(entry.expect("entry").path()).unwrap_or_default())
+        .collect();
+    let mapped = std::fs::read_to_string(format!("/proc/{frozen}/maps")).expect("mappings");
+    assert!(!mapped.contains("kvm-vcpu"), "{mapped}");
+    assert!(!open.iter().any(|target| target.to_string_lossy().contains("kvm-v")), "{open:?}");
+    for mut client in [first, second, third] {
+        client.verb(VmVerb::Stop).expect("stop");
+    }
+    for template in [moment, later] {
+        template.stop().expect("stop");
+    }
+}
+
+#[test]
+fn checkpoint_that_cannot_be_taken_leaves_the_clone_running() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let guest = Guest::new(&after_a_halt(LETTERS));
+    let booted = guest.start();
+    let request = || CheckpointRequest { directory: guest.path("nowhere"), disks: BTreeMap::new() };
+    let error = booted.client().checkpoint(request()).expect_err("it was booted");
+    assert!(error.to_string().contains("booted"), "{error}");
+    booted.client().verb(VmVerb::Stop).expect("stop");
+    assert_eq!(booted.exit_code(), 0);
+
+    let files = guest.freeze();
+    let (_process, template) = template(&files);
+    let mut clone = guest.spawn(&template, "clone");
+    let error = clone.checkpoint(request()).expect_err("there is no such directory");
+    assert!(matches!(error, ClientError::Refused(_)), "{error}");
+    assert_eq!(clone.status().expect("status").state, VmState::Running);
+    guest.console_beyond("clone", guest.console("clone").len());
     clone.verb(VmVerb::Stop).expect("stop");
 }
 

@@ -41,14 +41,11 @@ pub fn is_idle(vcpus: &[VcpuState]) -> bool {
     })
 }
 
-/// Writes state and RAM of a paused microVM into `directory`.
+/// All state of a paused microVM but its RAM. Its devices are at rest afterwards.
 ///
 /// # Errors
-/// When a part cannot be saved or a file not be written.
-pub fn save(parts: &Parts, vcpus: Vec<VcpuState>, directory: &Path) -> Result<(), VmmError> {
-    let Some(ram) = &parts.build_ram else {
-        return Err(VmmError::new("save a template", "", "this microVM is a clone"));
-    };
+/// When a part cannot be saved.
+pub fn collect(parts: &Parts, vcpus: Vec<VcpuState>) -> Result<MicrovmState, VmmError> {
     parts.devices.for_each(MmioTransport::quiesce);
     let mut devices = Vec::with_capacity(parts.kinds.len());
     let mut kinds = parts.kinds.iter();
@@ -57,16 +54,27 @@ pub fn save(parts: &Parts, vcpus: Vec<VcpuState>, directory: &Path) -> Result<()
         let kind = kinds.next().expect("one kind per device").clone();
         devices.push(DeviceRecord { kind, transport: transport.save(), version, bytes });
     });
-    let state = MicrovmState {
+    Ok(MicrovmState {
         backend: parts.backend,
-        ram: ram.size(),
+        ram: parts.ram,
         cpuid: parts.cpuid.entries().clone(),
         // After the devices: quiescing may raise interrupts.
         vm: VmStateV1::save(&parts.vm)?,
         serial: parts.devices.with_serial(|serial| serial.state()),
         vcpus,
         devices,
+    })
+}
+
+/// Writes state and RAM of a paused microVM into `directory`.
+///
+/// # Errors
+/// When a part cannot be saved or a file not be written.
+pub fn save(parts: &Parts, vcpus: Vec<VcpuState>, directory: &Path) -> Result<(), VmmError> {
+    let Some(ram) = &parts.build_ram else {
+        return Err(VmmError::new("save a template", "", "this microVM is a clone"));
     };
+    let state = collect(parts, vcpus)?;
     let advice = "check that the directory exists and that the disk has room";
     let path = directory.join(MEMORY_FILE);
     let step = || format!("write RAM image {}", path.display());

@@ -8,10 +8,11 @@
 //! machine   puts the parts together             arch      entry, CPUID, back ends
 //! microvm   the main thread: events, control    vcpu      threads that run the guest
 //! template  load, fork, birth                   complete  instructions handed back
-//! freeze, state  what is saved                  ram, vm, devices, reclaim, stats
+//! freeze, checkpoint, state  what is saved      ram, vm, devices, reclaim, stats
 //! ```
 
 pub mod arch;
+mod checkpoint;
 mod command_line;
 mod complete;
 mod control;

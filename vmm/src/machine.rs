@@ -2,6 +2,7 @@
 //! template's state.
 
 use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -23,6 +24,7 @@ use warren_vmm_api::{BootConfig, DiskMode, SpawnRequest};
 use crate::arch::boot::Boot;
 use crate::arch::cpuid::GuestCpuid;
 use crate::arch::{Backend, backend};
+use crate::checkpoint::{Frozen, Layers};
 use crate::command_line;
 use crate::devices::{self, Devices, Line};
 use crate::error::{Step, VmmError};
@@ -50,13 +52,24 @@ pub fn boot(config: &Path) -> Result<ExitCode, VmmError> {
     let text = std::fs::read(config).step(step, "check the path")?;
     let config: BootConfig =
         serde_json::from_slice(&text).step(step, "see BootConfig in vmm/api for the fields")?;
-    let mut microvm = assemble(&config)?;
-    Ok(serve(&mut microvm))
+    match serve(&mut assemble(&config)?) {
+        Served::Ended(code) => Ok(code),
+        Served::Frozen(_) => unreachable!("a booted microVM refuses checkpoints"),
+    }
+}
+
+/// What came of serving a microVM.
+pub enum Served {
+    /// Its process ends with this code.
+    Ended(ExitCode),
+    /// This is the frozen process of a checkpoint; see [`End::Frozen`].
+    Frozen(Box<Frozen>),
 }
 
 /// Serves a microVM until it ends.
-pub fn serve(microvm: &mut Microvm) -> ExitCode {
-    match microvm.serve() {
+pub fn serve(microvm: &mut Microvm) -> Served {
+    Served::Ended(match microvm.serve() {
+        Ok(End::Frozen(frozen)) => return Served::Frozen(frozen),
         Ok(End::Asked | End::Guest(GuestEnd::Asked(0))) => ExitCode::SUCCESS,
         Ok(End::Guest(GuestEnd::Asked(code))) => ExitCode::from(code),
         Ok(End::Guest(GuestEnd::Reset)) => {
@@ -71,7 +84,7 @@ pub fn serve(microvm: &mut Microvm) -> ExitCode {
             tracing::error!(%error, "the event loop cannot go on");
             ExitCode::FAILURE
         }
-    }
+    })
 }
 
 fn assemble(config: &BootConfig) -> Result<Microvm, VmmError> {
@@ -83,7 +96,7 @@ fn assemble(config: &BootConfig) -> Result<Microvm, VmmError> {
     let memory = build_ram.memory().clone();
     let vm = Arc::new(vm::create(&kvm, &memory, backend)?);
     let cpuid = GuestCpuid::new(&kvm, backend, config.cpu_profile, config.vcpus)?;
-    let vcpus = create_vcpus(&vm, &cpuid, config.vcpus)?;
+    let vcpus = create_vcpus(&kvm, &vm, &cpuid, config.vcpus)?;
     let msr_indices = MsrIndices::readable(&kvm, &vcpus[0])?;
     let command_line = command_line::compose(backend, kinds.len(), &config.command_line);
     Boot {
@@ -103,8 +116,9 @@ fn assemble(config: &BootConfig) -> Result<Microvm, VmmError> {
         transports.push(transport);
     }
     let serial = devices::serial(Arc::clone(&vm), &config.directory.join(CONSOLE_LOG));
-    let parts = Assembly { vm, backend, cpuid, msr_indices, watch, kinds, memory, vcpus: &vcpus }
-        .finish(&config.id, &config.directory, transports, serial, Some(build_ram))?;
+    let parts =
+        Assembly { vm, backend, ram, cpuid, msr_indices, watch, kinds, memory, vcpus: &vcpus }
+            .finish(&config.id, &config.directory, transports, serial, Some(build_ram))?;
     let vcpus = vcpus.into_iter().map(|vcpu| (vcpu, PortLatch::default())).collect();
     Microvm::start(parts, vcpus)
 }
@@ -151,15 +165,31 @@ fn check(config: &BootConfig) -> Result<(RamSize, Vec<DeviceKind>), VmmError> {
     Ok((ram, kinds))
 }
 
-fn create_vcpus(vm: &VmFd, cpuid: &GuestCpuid, count: u8) -> Result<Vec<VcpuFd>, VmmError> {
+fn create_vcpus(
+    kvm: &Kvm,
+    vm: &VmFd,
+    cpuid: &GuestCpuid,
+    count: u8,
+) -> Result<Vec<VcpuFd>, VmmError> {
+    let run_bytes =
+        kvm.get_vcpu_mmap_size().step(|| "ask for the size of a vCPU".to_owned(), "")?;
     (0..count)
         .map(|index| {
             let step = || format!("create vCPU {index}");
-            let vcpu = vm.create_vcpu(index.into()).step(step, "")?;
+            let mut vcpu = vm.create_vcpu(index.into()).step(step, "")?;
+            keep_from_forks(&mut vcpu, run_bytes).step(step, "")?;
             vcpu.set_cpuid2(&cpuid.of_vcpu(index)).step(step, "")?;
             Ok(vcpu)
         })
         .collect()
+}
+
+/// A frozen process must not inherit the mapping of a vCPU: it would keep the VM alive.
+fn keep_from_forks(vcpu: &mut VcpuFd, run_bytes: usize) -> std::io::Result<()> {
+    let run: *mut kvm_bindings::kvm_run = vcpu.get_kvm_run();
+    // SAFETY: the range is the vCPU's own mapping; the advice changes what a fork copies
+    // and nothing in this process.
+    unsafe { Ok(rustix::mm::madvise(run.cast(), run_bytes, rustix::mm::Advice::LinuxDontFork)?) }
 }
 
 /// Where a device sits.
@@ -249,10 +279,11 @@ fn restore_device(
             Box::new(BlockDevice::restore(config, version, bytes).step(step, advice)?)
         }
         DeviceKind::WritableDisk(id) => {
+            let layers = disks.layers(id);
             let delta = request.disks.get(id).ok_or("the request names no file for it");
             let delta = delta.step(step, "name a file for each writable disk")?.clone();
             let base = disks.get(id)?;
-            let disk = DiskConfig::CopyOnWrite { base, layers: Vec::new(), delta, bytes: None };
+            let disk = DiskConfig::CopyOnWrite { base, layers, delta, bytes: None };
             let config = block_config(id, disk, FlushPolicy::Acknowledge);
             Box::new(BlockDevice::restore(config, version, bytes).step(step, advice)?)
         }
@@ -295,7 +326,10 @@ fn virtio_console_log(directory: &Path) -> Box<ConsoleLog> {
 
 /// Files of a template's disks, opened once for reading and shared by its clones.
 #[derive(Debug)]
-pub struct DiskFiles(BTreeMap<String, ImageFile>);
+pub struct DiskFiles {
+    bases: BTreeMap<String, ImageFile>,
+    layers: Layers,
+}
 
 impl DiskFiles {
     /// Opens the file of each disk in `directory`.
@@ -313,12 +347,28 @@ impl DiskFiles {
                 files.insert(id.clone(), file);
             }
         }
-        Ok(Self(files))
+        Ok(Self { bases: files, layers: Layers::new() })
     }
 
     fn get(&self, id: &str) -> Result<ImageFile, VmmError> {
-        let file = self.0.get(id).ok_or("no such file was opened");
+        let file = self.bases.get(id).ok_or("no such file was opened");
         file.step(|| format!("use disk {id}"), "build the template again").cloned()
+    }
+}
+
+impl DiskFiles {
+    /// From now on the writable disks consist of these files above their bases.
+    pub fn set_layers(&mut self, layers: Layers) {
+        self.layers = layers;
+    }
+
+    /// Every descriptor.
+    pub fn descriptors(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.bases.values().chain(self.layers.values().flatten()).map(AsFd::as_fd)
+    }
+
+    fn layers(&self, id: &str) -> Vec<ImageFile> {
+        self.layers.get(id).cloned().unwrap_or_default()
     }
 }
 
@@ -341,7 +391,7 @@ pub fn restore_vm(
     let vm = Arc::new(vm::create(kvm, memory, state.backend)?);
     let count = u8::try_from(state.vcpus.len()).expect("at most 32 vCPUs");
     let cpuid = GuestCpuid::restore(state.cpuid.clone(), count);
-    let vcpus = create_vcpus(&vm, &cpuid, count)?;
+    let vcpus = create_vcpus(kvm, &vm, &cpuid, count)?;
     for (vcpu, saved) in vcpus.iter().zip(&state.vcpus) {
         saved.restore_registers(vcpu)?;
     }
@@ -376,9 +426,10 @@ pub fn restore_devices(
     let serial = devices::restore_serial(Arc::clone(&vm), &log, &state.serial)?;
     let msr_indices = state.vcpus[0].msr_indices();
     let kinds = state.devices.iter().map(|record| record.kind.clone()).collect();
-    let backend = state.backend;
-    let parts = Assembly { vm, backend, cpuid, msr_indices, watch, kinds, memory, vcpus: &vcpus }
-        .finish(&request.id, &request.directory, transports, serial, None)?;
+    let (backend, ram) = (state.backend, state.ram);
+    let parts =
+        Assembly { vm, backend, ram, cpuid, msr_indices, watch, kinds, memory, vcpus: &vcpus }
+            .finish(&request.id, &request.directory, transports, serial, None)?;
     let latches = state.vcpus.iter().map(VcpuState::latch);
     Microvm::start(parts, vcpus.into_iter().zip(latches).collect())
 }
@@ -387,6 +438,7 @@ pub fn restore_devices(
 struct Assembly<'a> {
     vm: Arc<VmFd>,
     backend: Backend,
+    ram: RamSize,
     cpuid: GuestCpuid,
     msr_indices: MsrIndices,
     watch: Watch,
@@ -407,10 +459,6 @@ impl Assembly<'_> {
         let devices = Devices::new(Arc::clone(&self.vm), self.watch.clone(), transports, serial)
             .step(|| "attach the devices".to_owned(), "")?;
         let devices = Arc::new(devices);
-        let memory_bytes = {
-            use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
-            self.memory.iter().map(GuestMemoryRegion::len).sum()
-        };
         let ports = Box::new(Arc::clone(&devices));
         Ok(Parts {
             id: id.to_owned(),
@@ -423,7 +471,7 @@ impl Assembly<'_> {
             devices,
             kinds: self.kinds,
             context: Arc::new(RunContext::new(self.memory, ports)),
-            memory_bytes,
+            ram: self.ram,
             kvm_stats: KvmCounters::of(self.vcpus),
             build_ram,
         })

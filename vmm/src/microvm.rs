@@ -1,7 +1,7 @@
 //! One microVM: its parts, and the main thread that serves them.
 //!
 //! ```text
-//!  boot ──┐              pause            freeze
+//!  boot ──┐              pause            freeze, of a booted one
 //!         ├─> running ──────────> paused ────────> frozen (files) ─> process ends
 //!  birth ─┘      ^ └── guest ends ──┐ │
 //!                └───── resume ─────┼─┘
@@ -15,19 +15,20 @@ use std::time::Instant;
 
 use kvm_ioctls::{VcpuFd, VmFd};
 use warren_virtio::Readiness;
-use warren_vmm_api::{Reply, VmState, VmStats, VmStatus, VmVerb};
+use warren_vmm_api::{CheckpointRequest, Reply, VmState, VmStats, VmStatus, VmVerb};
 
 use crate::arch::Backend;
 use crate::arch::cpuid::GuestCpuid;
+use crate::checkpoint::{self, Frozen, Taken};
 use crate::control::Connections;
 use crate::devices::Devices;
 use crate::error::VmmError;
 use crate::events::{Source, Watch};
 use crate::freeze;
-use crate::ram::BuildRam;
+use crate::ram::{BuildRam, RamSize};
 use crate::state::DeviceKind;
 use crate::stats::{self, KvmCounters};
-use crate::vcpu::{GuestEnd, MsrIndices, PortLatch, RunContext, Vcpu};
+use crate::vcpu::{GuestEnd, MsrIndices, PortLatch, RunContext, Vcpu, VcpuState};
 
 /// Most vCPUs of a microVM.
 pub const VCPUS_MAX: u8 = 32;
@@ -64,7 +65,7 @@ pub struct Parts {
     /// What the vCPU threads share.
     pub context: Arc<RunContext>,
     /// Guest RAM size.
-    pub memory_bytes: u64,
+    pub ram: RamSize,
     /// KVM's own counters of the vCPUs.
     pub kvm_stats: KvmCounters,
     /// RAM from which a template can be saved; a clone has none.
@@ -78,6 +79,8 @@ pub struct Microvm {
     control: Connections,
     state: VmState,
     freezing: Option<Freezing>,
+    /// A checkpoint to be taken when the events at hand are served.
+    checkpoint: Option<(u32, CheckpointRequest)>,
 }
 
 /// A freeze that waits for the guest to fall idle.
@@ -89,12 +92,14 @@ struct Freezing {
 }
 
 /// How a microVM's process ends.
-#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum End {
     /// A client asked for it, or the template is saved.
     Asked,
     /// The guest did.
     Guest(GuestEnd),
+    /// It does not: this is the frozen process of a checkpoint. The microVM belongs to the
+    /// process that was forked, and must be forgotten here.
+    Frozen(Box<Frozen>),
 }
 
 impl Microvm {
@@ -108,7 +113,14 @@ impl Microvm {
         for (index, (vcpu, latch)) in (0u8..).zip(vcpus) {
             started.push(Vcpu::start(index, vcpu, latch, Arc::clone(&parts.context))?);
         }
-        Ok(Self { parts, vcpus: started, control, state: VmState::Running, freezing: None })
+        Ok(Self {
+            parts,
+            vcpus: started,
+            control,
+            state: VmState::Running,
+            freezing: None,
+            checkpoint: None,
+        })
     }
 
     /// Serves devices and clients until the guest or a client ends it.
@@ -127,6 +139,9 @@ impl Microvm {
                 end = end.take().or(self.dispatch(source, readiness));
             })?;
             self.look_at_freezing();
+            if let Some(frozen) = self.take_checkpoint() {
+                return Ok(End::Frozen(frozen));
+            }
             if self.state == VmState::Stopping {
                 end = end.or(Some(End::Asked));
             }
@@ -164,7 +179,16 @@ impl Microvm {
                 };
                 return self.control.reply(client, &reply);
             }
-            VmVerb::Pause => self.pause(),
+            VmVerb::Checkpoint(request) => match &self.checkpoint {
+                None => {
+                    self.checkpoint = Some((client, request));
+                    return;
+                }
+                Some(_) => {
+                    Err(VmmError::new("take a checkpoint", "try again", "one is being taken"))
+                }
+            },
+            VmVerb::Pause => self.pause().map(drop),
             VmVerb::Resume => self.resume(),
             VmVerb::Stop => {
                 self.state = VmState::Stopping;
@@ -199,7 +223,7 @@ impl Microvm {
             pid: std::process::id(),
             state: self.state,
             vcpus: u8::try_from(self.vcpus.len()).expect("at most 32 vCPUs"),
-            memory_bytes: self.parts.memory_bytes,
+            memory_bytes: self.parts.ram.bytes(),
         }
     }
 
@@ -207,10 +231,9 @@ impl Microvm {
         if self.parts.kvm_stats.is_open() {
             return Ok(());
         }
-        let was = self.state;
-        self.pause()?;
+        let was = self.pause()?;
         self.parts.kvm_stats.open();
-        if was == VmState::Running { self.resume() } else { Ok(()) }
+        self.go_back_to(was)
     }
 
     fn stats(&self) -> VmStats {
@@ -222,14 +245,54 @@ impl Microvm {
         }
     }
 
-    fn pause(&mut self) -> Result<(), VmmError> {
-        if self.state == VmState::Running {
+    /// What the microVM is made of.
+    #[must_use]
+    pub fn parts(&self) -> &Parts {
+        &self.parts
+    }
+
+    /// Stops the vCPUs; tells whether they ran before.
+    ///
+    /// # Errors
+    /// When a vCPU does not stop.
+    pub fn pause(&mut self) -> Result<VmState, VmmError> {
+        let was = self.state;
+        if was == VmState::Running {
             for vcpu in &self.vcpus {
                 vcpu.pause()?;
             }
             self.state = VmState::Paused;
         }
-        Ok(())
+        Ok(was)
+    }
+
+    /// Lets the vCPUs run again if they did before [`Self::pause`].
+    ///
+    /// # Errors
+    /// When a vCPU has ended.
+    pub fn go_back_to(&mut self, was: VmState) -> Result<(), VmmError> {
+        if was == VmState::Running { self.resume() } else { Ok(()) }
+    }
+
+    /// State of the vCPUs, which are paused.
+    ///
+    /// # Errors
+    /// When KVM refuses a part of it.
+    pub fn save_vcpus(&self) -> Result<Vec<VcpuState>, VmmError> {
+        self.vcpus.iter().map(|vcpu| vcpu.save(&self.parts.msr_indices)).collect()
+    }
+
+    /// Takes the checkpoint that was asked for; comes back with what it left in the frozen
+    /// process only.
+    fn take_checkpoint(&mut self) -> Option<Box<Frozen>> {
+        let (client, request) = self.checkpoint.take()?;
+        let reply = match checkpoint::take(self, request) {
+            Ok(Taken::Frozen(frozen)) => return Some(frozen),
+            Ok(Taken::Clone(reply)) => Reply::Ok(reply),
+            Err(error) => Reply::Error(error.reply()),
+        };
+        self.control.reply(client, &reply);
+        None
     }
 
     fn resume(&mut self) -> Result<(), VmmError> {
@@ -273,11 +336,7 @@ impl Microvm {
 
     fn freeze_if_idle(&mut self, freezing: &Freezing) -> Result<bool, VmmError> {
         self.pause()?;
-        let vcpus = self
-            .vcpus
-            .iter()
-            .map(|vcpu| vcpu.save(&self.parts.msr_indices))
-            .collect::<Result<Vec<_>, _>>()?;
+        let vcpus = self.save_vcpus()?;
         let patience_is_over = freezing.since.elapsed() >= freeze::PATIENCE;
         let saved = if freeze::is_idle(&vcpus) || patience_is_over {
             freeze::save(&self.parts, vcpus, &freezing.directory).map(|()| true)

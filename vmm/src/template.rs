@@ -13,6 +13,7 @@
 //! sealed RAM image and the files of read-only disks.
 
 use std::io::BufReader;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::ExitCode;
@@ -23,17 +24,34 @@ use serde::Serialize;
 use warren_vmm_api::{Reply, SpawnReply, SpawnRequest, SpawnTimings, TemplateStatus, TemplateVerb};
 
 use crate::arch::backend;
+use crate::checkpoint::Frozen;
 use crate::control::{self, ControlListener, Incoming};
 use crate::error::{Step, VmmError};
 use crate::freeze::{MEMORY_FILE, STATE_FILE};
 use crate::log;
-use crate::machine::{self, DiskFiles};
+use crate::machine::{self, DiskFiles, Served};
 use crate::microvm::{Microvm, VMM_LOG};
+use crate::process::{self, Side, microseconds};
 use crate::ram::TemplateRam;
 use crate::state::MicrovmState;
 
 /// Longest state file that is read.
 const STATE_BYTES_MAX: u64 = 64 << 20;
+
+/// A clone to be born in this process, which was forked for it.
+struct Birth {
+    request: SpawnRequest,
+    stream: BufReader<UnixStream>,
+    asked: Instant,
+}
+
+/// What came of a clone.
+enum Life {
+    /// It ended.
+    Ended(ExitCode),
+    /// This is the frozen process of a checkpoint of it, and listens here.
+    Frozen(ControlListener),
+}
 
 /// A frozen microVM, ready to give birth.
 pub struct Template {
@@ -82,8 +100,22 @@ impl Template {
     /// # Errors
     /// When the socket cannot be made.
     pub fn serve(mut self, socket: &Path) -> Result<ExitCode, VmmError> {
-        let listener = ControlListener::bind(socket)?;
+        let mut listener = ControlListener::bind(socket)?;
         ignore_dead_children().step(|| "ignore the end of clones".to_owned(), "")?;
+        // Each turn is the life of a template process and, in a clone, of the clone; a
+        // clone of which a checkpoint was taken is a template in the frozen process.
+        while let Some(birth) = self.wait(&listener) {
+            drop(listener);
+            listener = match self.live(birth) {
+                Life::Ended(code) => return Ok(code),
+                Life::Frozen(listener) => listener,
+            };
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Serves a template's clients. Comes back in a clone, to be born, or at the end.
+    fn wait(&mut self, listener: &ControlListener) -> Option<Birth> {
         loop {
             let stream = match listener.accept() {
                 Ok(stream) => stream,
@@ -101,16 +133,13 @@ impl Template {
                 Incoming::Verb(TemplateVerb::Stop) => {
                     listener.unlink();
                     answer(&mut stream, &Reply::Ok(self.status()));
-                    return Ok(ExitCode::SUCCESS);
+                    return None;
                 }
                 Incoming::Verb(TemplateVerb::Spawn(request)) => {
                     let asked = Instant::now();
-                    match fork() {
-                        Ok(Side::Template) => self.spawned += 1,
-                        Ok(Side::Clone) => {
-                            drop(listener);
-                            return Ok(self.live(request, stream, asked));
-                        }
+                    match process::fork() {
+                        Ok(Side::Parent(_)) => self.spawned += 1,
+                        Ok(Side::Child) => return Some(Birth { request, stream, asked }),
                         Err(error) => {
                             let advice = "the host may be out of memory or processes";
                             let error = VmmError::new("fork a clone", advice, error);
@@ -135,25 +164,50 @@ impl Template {
     }
 
     /// Life of a clone, in its own process.
-    fn live(
-        self,
-        request: SpawnRequest,
-        mut stream: BufReader<UnixStream>,
-        asked: Instant,
-    ) -> ExitCode {
+    fn live(&mut self, birth: Birth) -> Life {
+        let Birth { request, mut stream, asked } = birth;
         let fork_us = microseconds(asked);
         log::redirect(request.directory.join(VMM_LOG));
         let (mut microvm, timings) = match self.birth(&request, asked) {
             Ok(born) => born,
             Err(error) => {
                 answer(&mut stream, &Reply::<()>::Error(error.reply()));
-                return ExitCode::FAILURE;
+                return Life::Ended(ExitCode::FAILURE);
             }
         };
         let timings = SpawnTimings { fork_us, total_us: microseconds(asked), ..timings };
         answer(&mut stream, &Reply::Ok(SpawnReply { pid: std::process::id(), timings }));
         drop(stream);
-        machine::serve(&mut microvm)
+        match machine::serve(&mut microvm) {
+            Served::Ended(code) => Life::Ended(code),
+            Served::Frozen(frozen) => {
+                // It is the clone's, not ours; what it would close is the clone's too.
+                std::mem::forget(microvm);
+                match self.freeze(*frozen) {
+                    Ok(listener) => Life::Frozen(listener),
+                    Err(error) => {
+                        tracing::error!(%error, "the frozen process cannot go on");
+                        Life::Ended(ExitCode::FAILURE)
+                    }
+                }
+            }
+        }
+    }
+
+    /// Makes this process, which was forked off a clone, the template of that moment.
+    fn freeze(&mut self, frozen: Frozen) -> Result<ControlListener, VmmError> {
+        log::redirect(frozen.directory.join(VMM_LOG));
+        self.state = frozen.state;
+        self.disks.set_layers(frozen.layers);
+        self.spawned = 0;
+        let mut keep = vec![self.kvm.as_raw_fd(), frozen.listener.as_fd().as_raw_fd()];
+        keep.extend(self.disks.descriptors().map(|fd| fd.as_raw_fd()));
+        // SAFETY: of this process's values only the template's own, whose descriptors are
+        // all named, are used from here on: the clone's were forgotten.
+        unsafe { process::close_all_but(&keep) }
+            .step(|| "close the clone's descriptors".to_owned(), "")?;
+        rustix::process::setsid().step(|| "start a session".to_owned(), "")?;
+        Ok(frozen.listener)
     }
 
     fn birth(
@@ -171,22 +225,6 @@ impl Template {
     }
 }
 
-/// Which process came back from [`fork`].
-enum Side {
-    Template,
-    Clone,
-}
-
-fn fork() -> std::io::Result<Side> {
-    // SAFETY: this process has one thread, so no lock is held by another one and the
-    // child may go on using the allocator.
-    match unsafe { libc::fork() } {
-        -1 => Err(std::io::Error::last_os_error()),
-        0 => Ok(Side::Clone),
-        _ => Ok(Side::Template),
-    }
-}
-
 /// Clones are reaped by the kernel; the node watches them by pidfd.
 fn ignore_dead_children() -> std::io::Result<()> {
     // SAFETY: ignoring a signal installs no handler.
@@ -200,8 +238,4 @@ fn answer<T: Serialize>(stream: &mut BufReader<UnixStream>, reply: &Reply<T>) {
     if let Err(error) = control::write_reply(stream, reply) {
         tracing::debug!(%error, "client gone before its reply");
     }
-}
-
-fn microseconds(since: Instant) -> u64 {
-    u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }

@@ -9,8 +9,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::message::{
-    Envelope, Reply, SpawnReply, SpawnRequest, TemplateStatus, TemplateVerb, VmStats, VmStatus,
-    VmVerb,
+    CheckpointReply, CheckpointRequest, Envelope, Reply, SpawnReply, SpawnRequest, TemplateStatus,
+    TemplateVerb, VmStats, VmStatus, VmVerb,
 };
 use crate::{ErrorReply, LINE_BYTES_MAX, PROTOCOL_VERSION};
 
@@ -85,6 +85,17 @@ impl VmClient {
     /// See [`ClientError`].
     pub fn stats(&mut self) -> Result<VmStats, ClientError> {
         self.ask(VmVerb::Stats)
+    }
+
+    /// Keeps this moment as a process from which clones are born.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub fn checkpoint(
+        &mut self,
+        request: CheckpointRequest,
+    ) -> Result<CheckpointReply, ClientError> {
+        self.ask(VmVerb::Checkpoint(request))
     }
 
     /// Any verb that replies with a status.

@@ -30,6 +30,9 @@ pub enum VmVerb {
         /// Where the files go.
         directory: PathBuf,
     },
+    /// Keeps this moment: a frozen process is forked off, from which clones are born as
+    /// from a template. The microVM runs on. Replies [`CheckpointReply`].
+    Checkpoint(CheckpointRequest),
     /// Replies [`VmStats`].
     Stats,
     /// Ends the process at once. Replies [`VmStatus`] before it ends.
@@ -60,6 +63,42 @@ pub struct SpawnRequest {
     /// For each writable disk, by id, the file that takes the clone's own blocks.
     /// Made on the first write.
     pub disks: BTreeMap<String, PathBuf>,
+}
+
+/// A checkpoint of a running clone.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointRequest {
+    /// Where the frozen process makes `control.sock` and `vmm.log`. Must exist.
+    pub directory: PathBuf,
+    /// For each writable disk, by id, the file that takes the blocks which the running
+    /// microVM writes from now on. Made on the first write.
+    pub disks: BTreeMap<String, PathBuf>,
+}
+
+/// A checkpoint that was taken.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CheckpointReply {
+    /// The frozen process; it answers [`TemplateVerb`]s.
+    pub pid: u32,
+    /// Files that the writable disks consist of at this moment, above the template's,
+    /// oldest first. Nobody writes them any more.
+    pub layers: BTreeMap<String, Vec<PathBuf>>,
+    /// Where the time went.
+    pub timings: CheckpointTimings,
+}
+
+/// Microseconds on the monotonic clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct CheckpointTimings {
+    /// vCPUs asked to stop → vCPUs run again: what the guest misses.
+    pub pause_us: u64,
+    /// Of these, stopping the vCPUs.
+    pub stop_us: u64,
+    /// Of these, bringing devices to rest and saving all state but RAM.
+    pub save_us: u64,
+    /// Of these, `fork(2)`: grows with the private pages.
+    pub fork_us: u64,
 }
 
 /// A clone that runs.
