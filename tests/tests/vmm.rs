@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use warren_tests::{Need, missing};
 use warren_vmm_api::{
     BootConfig, BootProtocol, CheckpointRequest, ClientError, CpuProfile, DiskConfig, DiskMode,
-    SpawnRequest, TemplateClient, VmClient, VmState, VmVerb,
+    SnapshotFiles, SpawnRequest, TemplateClient, VmClient, VmState, VmVerb,
 };
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -168,15 +168,29 @@ impl Guest {
 
     /// A clone, in a directory of its own.
     fn spawn(&self, template: &TemplateClient, name: &str) -> VmClient {
+        self.spawn_from(template, name, None).expect("spawn")
+    }
+
+    /// A clone that goes on from a snapshot.
+    fn spawn_from(
+        &self,
+        template: &TemplateClient,
+        name: &str,
+        snapshot: Option<&Path>,
+    ) -> Result<VmClient, ClientError> {
         let directory = self.path(name);
         std::fs::create_dir(&directory).expect("make the clone's directory");
-        let request = SpawnRequest {
+        let files = |directory: &Path| SnapshotFiles {
+            directory: directory.to_owned(),
+            layers: BTreeMap::new(),
+        };
+        template.spawn(SpawnRequest {
             id: name.to_owned(),
             directory: directory.clone(),
             disks: BTreeMap::new(),
-        };
-        template.spawn(request).expect("spawn");
-        VmClient::connect(&directory.join("control.sock"), PATIENCE).expect("connect")
+            snapshot: snapshot.map(files),
+        })?;
+        VmClient::connect(&directory.join("control.sock"), PATIENCE)
     }
 
     /// Keeps this moment of a clone; tells how to have clones from it, and the process.
@@ -369,6 +383,7 @@ fn clones_of_a_frozen_guest_live_apart() {
             id: format!("clone{number}"),
             directory: directory.clone(),
             disks: BTreeMap::new(),
+            snapshot: None,
         };
         let reply = template.spawn(request).expect("spawn");
         let clone = VmClient::connect(&directory.join("control.sock"), PATIENCE).expect("connect");
@@ -497,6 +512,66 @@ fn checkpoint_of_a_busy_clone_goes_on_where_it_was_taken() {
 }
 
 #[test]
+fn snapshot_goes_on_where_it_was_taken_each_time() {
+    if missing(&[Need::Kvm]) {
+        return;
+    }
+    let guest = Guest::new(&after_a_halt(LETTERS));
+    let files = guest.freeze();
+    let (_process, template) = template(&files);
+    let save = |clone: &mut VmClient, name: &str| {
+        clone.verb(VmVerb::Pause).expect("pause");
+        let (moment, _) = guest.checkpoint(clone, &format!("{name}-moment"));
+        clone.verb(VmVerb::Stop).expect("stop");
+        let directory = guest.path(name);
+        std::fs::create_dir(&directory).expect("make the snapshot's directory");
+        let reply = moment.save(directory.clone()).expect("save");
+        assert!((4096..16 << 20).contains(&reply.page_bytes), "{reply:?}");
+        moment.stop().expect("stop");
+        directory
+    };
+    let error = template.save(guest.path(".")).expect_err("a template is saved already");
+    assert!(error.to_string().contains("this is a template"), "{error}");
+
+    let mut clone = guest.spawn(&template, "clone");
+    guest.console_beyond("clone", 3);
+    let snapshot = save(&mut clone, "snapshot");
+    let next = letter_after(&guest.console("clone"));
+    let resume =
+        |name: &str, from: &Path| guest.spawn_from(&template, name, Some(from)).expect("resume");
+    // A snapshot is not used up; and what was resumed can be saved again.
+    for name in ["first", "second"] {
+        let mut clone = resume(name, &snapshot);
+        assert_alphabet(&guest.console_beyond(name, 30), next);
+        let again = save(&mut clone, &format!("{name}-again"));
+        let next = letter_after(&guest.console(name));
+        let name = format!("{name}-resumed");
+        let mut clone = resume(&name, &again);
+        assert_alphabet(&guest.console_beyond(&name, 3), next);
+        clone.verb(VmVerb::Stop).expect("stop");
+    }
+
+    // Another template, damage, nothing at all.
+    let other = Guest::new(&after_a_halt(HALT));
+    let other_files = other.freeze();
+    let (_other_process, other_template) = self::template(&other_files);
+    let refused = |template: &TemplateClient, name: &str, from: &Path| {
+        guest.spawn_from(template, name, Some(from)).expect_err("it cannot be").to_string()
+    };
+    let said = refused(&other_template, "elsewhere", &snapshot);
+    assert!(said.contains("another template"), "{said}");
+    let pages = snapshot.join("pages");
+    let mut bytes = std::fs::read(&pages).expect("read the pages");
+    bytes[5000] ^= 1;
+    std::fs::write(&pages, bytes).expect("damage the pages");
+    let said = refused(&template, "damaged", &snapshot);
+    assert!(said.contains("checksum"), "{said}");
+    let said = refused(&template, "missing", &guest.path("nowhere"));
+    assert!(said.contains("read state file"), "{said}");
+    template.status().expect("the template lives on");
+}
+
+#[test]
 fn checkpoint_that_cannot_be_taken_leaves_the_clone_running() {
     if missing(&[Need::Kvm]) {
         return;
@@ -531,6 +606,7 @@ fn spawn_into_a_missing_directory_fails_and_the_template_lives_on() {
         id: "lost".to_owned(),
         directory: guest.path("nowhere"),
         disks: BTreeMap::new(),
+        snapshot: None,
     };
     let error = template.spawn(request).expect_err("there is no such directory");
     assert!(matches!(error, ClientError::Refused(_)), "{error}");

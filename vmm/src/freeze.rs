@@ -1,14 +1,17 @@
-//! From a booted microVM to the files of a template.
+//! From a booted microVM to the files of a template, and from a frozen process to those of
+//! a snapshot.
 
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 use std::time::Duration;
 
+use vm_memory::GuestMemoryMmap;
 use warren_virtio::transport::MmioTransport;
 
 use crate::error::{Step, VmmError};
 use crate::microvm::Parts;
+use crate::ram::RamDiff;
 use crate::state::{DeviceRecord, MicrovmState};
 use crate::vcpu::VcpuState;
 use crate::vm::VmStateV1;
@@ -17,6 +20,11 @@ use crate::vm::VmStateV1;
 pub const STATE_FILE: &str = "state";
 /// Name of the RAM image in a template's directory.
 pub const MEMORY_FILE: &str = "memory";
+
+/// Name of the file with a snapshot's pages.
+pub const PAGES_FILE: &str = "pages";
+
+const DISK_ADVICE: &str = "check that the directory exists and that the disk has room";
 
 /// How often the guest is looked at while it is not idle yet.
 pub const LOOK_INTERVAL: Duration = Duration::from_millis(50);
@@ -75,16 +83,42 @@ pub fn save(parts: &Parts, vcpus: Vec<VcpuState>, directory: &Path) -> Result<()
         return Err(VmmError::new("save a template", "", "this microVM is a clone"));
     };
     let state = collect(parts, vcpus)?;
-    let advice = "check that the directory exists and that the disk has room";
     let path = directory.join(MEMORY_FILE);
     let step = || format!("write RAM image {}", path.display());
-    let file = File::create(&path).step(step, advice)?;
-    ram.save(&file).step(step, advice)?;
-    file.sync_all().step(step, advice)?;
+    let file = File::create(&path).step(step, DISK_ADVICE)?;
+    ram.save(&file).step(step, DISK_ADVICE)?;
+    file.sync_all().step(step, DISK_ADVICE)?;
 
+    write_state(directory, &state.encode(None)?)
+}
+
+/// Writes the moment of a frozen process: state, and the pages that are not its
+/// template's. Returns the bytes of the pages.
+///
+/// # Errors
+/// When a file cannot be written.
+pub fn save_snapshot(
+    state: &MicrovmState,
+    template: [u8; 32],
+    memory: &GuestMemoryMmap,
+    directory: &Path,
+) -> Result<u64, VmmError> {
+    let path = directory.join(PAGES_FILE);
+    let step = || format!("write pages {}", path.display());
+    let file = File::create(&path).step(step, DISK_ADVICE)?;
+    let diff = RamDiff::save(template, memory, &file).step(step, DISK_ADVICE)?;
+    file.sync_all().step(step, DISK_ADVICE)?;
+    write_state(directory, &state.encode(Some(&diff))?)?;
+    let step = || format!("make directory {} durable", directory.display());
+    let made = File::open(directory).and_then(|directory| directory.sync_all());
+    made.step(step, DISK_ADVICE)?;
+    Ok(diff.bytes())
+}
+
+fn write_state(directory: &Path, bytes: &[u8]) -> Result<(), VmmError> {
     let path = directory.join(STATE_FILE);
     let step = || format!("write state file {}", path.display());
-    let mut file = File::create(&path).step(step, advice)?;
-    file.write_all(&state.encode()?).step(step, advice)?;
-    file.sync_all().step(step, advice)
+    let mut file = File::create(&path).step(step, DISK_ADVICE)?;
+    file.write_all(bytes).step(step, DISK_ADVICE)?;
+    file.sync_all().step(step, DISK_ADVICE)
 }

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -354,6 +354,21 @@ impl DiskFiles {
         let file = self.bases.get(id).ok_or("no such file was opened");
         file.step(|| format!("use disk {id}"), "build the template again").cloned()
     }
+}
+
+/// Opens the layers of a snapshot's disks.
+///
+/// # Errors
+/// When one is missing or empty.
+pub fn open_layers(paths: &BTreeMap<String, Vec<PathBuf>>) -> Result<Layers, VmmError> {
+    let open = |path: &PathBuf| {
+        let step = || format!("open disk layer {}", path.display());
+        ImageFile::open(path, ImageAccess::ReadOnly).step(step, "the snapshot is gone or damaged")
+    };
+    let disk = |(id, paths): (&String, &Vec<PathBuf>)| {
+        Ok((id.clone(), paths.iter().map(open).collect::<Result<_, _>>()?))
+    };
+    paths.iter().map(disk).collect()
 }
 
 impl DiskFiles {

@@ -8,7 +8,7 @@ use warren_virtio::transport::TransportState;
 
 use crate::arch::Backend;
 use crate::error::{Step, VmmError};
-use crate::ram::RamSize;
+use crate::ram::{RamDiff, RamSize};
 use crate::vcpu::VcpuState;
 use crate::vm::VmStateV1;
 
@@ -16,6 +16,7 @@ const MACHINE: SectionKind = SectionKind(1);
 const CPUID: SectionKind = SectionKind(2);
 const VM: SectionKind = SectionKind(3);
 const SERIAL: SectionKind = SectionKind(4);
+const RAM_DIFF: SectionKind = SectionKind(5);
 const VCPU: u16 = 0x100;
 const TRANSPORT: u16 = 0x200;
 const DEVICE: u16 = 0x300;
@@ -107,13 +108,17 @@ const VERSION: u16 = 1;
 const VCPU_VERSION: u16 = 2;
 
 impl MicrovmState {
-    /// As the bytes of a state file.
+    /// As the bytes of a state file; with `diff`, of a snapshot's.
     ///
     /// # Errors
     /// When a part cannot be encoded.
-    pub fn encode(&self) -> Result<Vec<u8>, VmmError> {
+    pub fn encode(&self, diff: Option<&RamDiff>) -> Result<Vec<u8>, VmmError> {
+        let step = || "encode the state of the microVM".to_owned();
         let mut file = SectionsBuilder::new();
-        self.add_sections(&mut file).step(|| "encode the state of the microVM".to_owned(), "")?;
+        self.add_sections(&mut file).step(step, "")?;
+        if let Some(diff) = diff {
+            file.add(RAM_DIFF, VERSION, diff).step(step, "")?;
+        }
         Ok(file.finish(Architecture::X86_64))
     }
 
@@ -141,13 +146,32 @@ impl MicrovmState {
         Ok(())
     }
 
-    /// From the bytes of a state file.
+    /// From the bytes of a template's state file.
     ///
     /// # Errors
     /// When any part is damaged, missing, unknown or of another version.
     pub fn decode(file: &[u8]) -> Result<Self, VmmError> {
-        let step = || "decode the state of the microVM".to_owned();
-        let mut sections = Sections::parse(file, Architecture::X86_64).step(step, ADVICE)?;
+        let mut sections = Sections::parse(file, Architecture::X86_64).step(decoding, ADVICE)?;
+        let state = Self::take_sections(&mut sections)?;
+        sections.finish().step(decoding, ADVICE)?;
+        Ok(state)
+    }
+
+    /// From the bytes of a snapshot's state file.
+    ///
+    /// # Errors
+    /// When any part is damaged, missing, unknown or of another version.
+    pub fn decode_snapshot(file: &[u8]) -> Result<(Self, RamDiff), VmmError> {
+        const ADVICE: &str = "the snapshot cannot be used";
+        let mut sections = Sections::parse(file, Architecture::X86_64).step(decoding, ADVICE)?;
+        let state = Self::take_sections(&mut sections)?;
+        let diff = sections.take_version(RAM_DIFF, VERSION).step(decoding, ADVICE)?;
+        sections.finish().step(decoding, ADVICE)?;
+        Ok((state, diff))
+    }
+
+    fn take_sections(sections: &mut Sections<'_>) -> Result<Self, VmmError> {
+        let step = decoding;
         let machine: MachineV1 = sections.take_version(MACHINE, VERSION).step(step, ADVICE)?;
         if !(1..=crate::microvm::VCPUS_MAX).contains(&machine.vcpus) {
             let problem = format!("{} vCPUs", machine.vcpus);
@@ -173,7 +197,6 @@ impl MicrovmState {
             let bytes = payload.to_vec();
             devices.push(DeviceRecord { kind, transport, version, bytes });
         }
-        sections.finish().step(step, ADVICE)?;
         Ok(Self {
             backend: machine.backend,
             ram: RamSize::new(machine.memory_bytes).step(step, ADVICE)?,
@@ -184,6 +207,10 @@ impl MicrovmState {
             devices,
         })
     }
+}
+
+fn decoding() -> String {
+    "decode the state of the microVM".to_owned()
 }
 
 impl From<&SerialState> for SerialV1 {

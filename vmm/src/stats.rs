@@ -6,8 +6,10 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::FileExt;
 
 use kvm_ioctls::VcpuFd;
-use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
+use vm_memory::GuestMemoryMmap;
 use warren_vmm_api::KvmStats;
+
+use crate::ram::private_runs;
 
 /// `KVM_GET_STATS_FD` (Linux 5.14): `_IO(0xAE, 0xce)`.
 const KVM_GET_STATS_FD: libc::c_ulong = 0xaece;
@@ -102,105 +104,8 @@ fn length(value: u32) -> usize {
     usize::try_from(value).expect("u32 fits a length")
 }
 
-/// Bytes of guest RAM that are this process's own: present or swapped, and not a
-/// file's (`PAGEMAP_SCAN`, Linux 6.7). 0 where the kernel cannot tell.
+/// Bytes of guest RAM that are this process's own; 0 where the kernel cannot tell.
 #[must_use]
 pub fn private_bytes(memory: &GuestMemoryMmap) -> u64 {
-    let Ok(pagemap) = File::open("/proc/self/pagemap") else { return 0 };
-    memory
-        .iter()
-        .filter_map(|region| {
-            let start = memory.get_host_address(region.start_addr()).ok()?.addr();
-            scan(&pagemap, u64::try_from(start).ok()?, region.len())
-        })
-        .sum()
-}
-
-const PAGE_IS_FILE: u64 = 1 << 2;
-const PAGE_IS_PRESENT: u64 = 1 << 3;
-const PAGE_IS_SWAPPED: u64 = 1 << 4;
-
-/// `struct page_region`.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct PageRegion {
-    start: u64,
-    end: u64,
-    categories: u64,
-}
-
-/// `struct pm_scan_arg`.
-#[repr(C)]
-struct ScanArgument {
-    size: u64,
-    flags: u64,
-    start: u64,
-    end: u64,
-    walk_end: u64,
-    vec: u64,
-    vec_len: u64,
-    max_pages: u64,
-    category_inverted: u64,
-    category_mask: u64,
-    category_anyof_mask: u64,
-    return_mask: u64,
-}
-
-/// `_IOWR('f', 16, struct pm_scan_arg)`.
-const PAGEMAP_SCAN: libc::c_ulong = 0xc060_6610;
-
-fn scan(pagemap: &File, start: u64, bytes: u64) -> Option<u64> {
-    let mut regions = [PageRegion::default(); 256];
-    let end = start + bytes;
-    let mut at = start;
-    let mut found = 0;
-    while at < end {
-        let mut argument = ScanArgument {
-            size: size_of::<ScanArgument>() as u64,
-            flags: 0,
-            start: at,
-            end,
-            walk_end: 0,
-            vec: u64::try_from(regions.as_mut_ptr().addr()).ok()?,
-            vec_len: regions.len() as u64,
-            max_pages: 0,
-            category_inverted: PAGE_IS_FILE,
-            category_mask: PAGE_IS_FILE,
-            category_anyof_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-            return_mask: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-        };
-        // SAFETY: the argument has the kernel's layout; `vec` points to `vec_len`
-        // regions that live through the call.
-        let count = unsafe { libc::ioctl(pagemap.as_raw_fd(), PAGEMAP_SCAN, &raw mut argument) };
-        let count = usize::try_from(count).ok()?;
-        found += regions[..count].iter().map(|region| region.end - region.start).sum::<u64>();
-        if argument.walk_end <= at {
-            break;
-        }
-        at = argument.walk_end;
-    }
-    Some(found)
-}
-
-#[cfg(test)]
-mod tests {
-    use vm_memory::{Bytes, GuestAddress};
-
-    use super::*;
-    use crate::ram::{BuildRam, RamSize, TemplateRam};
-
-    #[test]
-    fn private_bytes_counts_written_pages_only() {
-        let size = RamSize::new(32 << 20).unwrap();
-        let build = BuildRam::new(size).unwrap();
-        build.memory().write_obj(1u64, GuestAddress(0)).unwrap();
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("memory");
-        build.save(&File::create(&path).unwrap()).unwrap();
-        let ram = TemplateRam::load(&path, size).unwrap();
-        assert_eq!(private_bytes(ram.memory()), 0);
-        ram.memory().read_obj::<u64>(GuestAddress(0)).unwrap();
-        ram.memory().write_obj(2u64, GuestAddress(0x3000)).unwrap();
-        assert_eq!(private_bytes(ram.memory()), 4096);
-    }
+    private_runs(memory).unwrap_or_default().iter().map(|run| run.bytes).sum()
 }

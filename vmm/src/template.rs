@@ -12,6 +12,7 @@
 //! at once: the template's socket. Nothing else is shared but what is never written: the
 //! sealed RAM image and the files of read-only disks.
 
+use std::fs::File;
 use std::io::BufReader;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
@@ -21,13 +22,16 @@ use std::time::Instant;
 
 use kvm_ioctls::Kvm;
 use serde::Serialize;
-use warren_vmm_api::{Reply, SpawnReply, SpawnRequest, SpawnTimings, TemplateStatus, TemplateVerb};
+use warren_vmm_api::{
+    Reply, SaveReply, SnapshotFiles, SpawnReply, SpawnRequest, SpawnTimings, TemplateStatus,
+    TemplateVerb,
+};
 
 use crate::arch::backend;
 use crate::checkpoint::Frozen;
 use crate::control::{self, ControlListener, Incoming};
 use crate::error::{Step, VmmError};
-use crate::freeze::{MEMORY_FILE, STATE_FILE};
+use crate::freeze::{self, MEMORY_FILE, PAGES_FILE, STATE_FILE};
 use crate::log;
 use crate::machine::{self, DiskFiles, Served};
 use crate::microvm::{Microvm, VMM_LOG};
@@ -59,6 +63,10 @@ pub struct Template {
     state: MicrovmState,
     ram: TemplateRam,
     disks: DiskFiles,
+    /// BLAKE3 of the state file: a snapshot belongs to one template.
+    identity: [u8; 32],
+    /// The moment is a clone's, not the template's own.
+    is_checkpoint: bool,
     spawned: u64,
 }
 
@@ -70,14 +78,9 @@ impl Template {
     /// short.
     pub fn load(directory: &Path) -> Result<Self, VmmError> {
         let advice = "build the template again";
-        let path = directory.join(STATE_FILE);
-        let step = || format!("read state file {}", path.display());
-        let length = std::fs::metadata(&path).step(step, advice)?.len();
-        if length > STATE_BYTES_MAX {
-            let problem = format!("{length} bytes are too many");
-            return Err(VmmError::new(step(), advice, problem));
-        }
-        let state = MicrovmState::decode(&std::fs::read(&path).step(step, advice)?)?;
+        let bytes = read_state(directory, advice)?;
+        let identity = *blake3::hash(&bytes).as_bytes();
+        let state = MicrovmState::decode(&bytes)?;
         let kvm = backend::open()?;
         let backend = backend::detect(&kvm)?;
         if backend != state.backend {
@@ -91,7 +94,7 @@ impl Template {
         let ram = TemplateRam::load(&path, state.ram)
             .step(|| format!("load RAM image {}", path.display()), advice)?;
         let disks = DiskFiles::open(directory, &state.devices)?;
-        Ok(Self { kvm, state, ram, disks, spawned: 0 })
+        Ok(Self { kvm, state, ram, disks, identity, is_checkpoint: false, spawned: 0 })
     }
 
     /// Serves `socket` until a client says stop. In a clone it comes back with the
@@ -130,6 +133,13 @@ impl Template {
                 Incoming::Verb(TemplateVerb::Status) => {
                     answer(&mut stream, &Reply::Ok(self.status()));
                 }
+                Incoming::Verb(TemplateVerb::Save { directory }) => {
+                    let reply = match self.save(&directory) {
+                        Ok(reply) => Reply::Ok(reply),
+                        Err(error) => Reply::Error(error.reply()),
+                    };
+                    answer(&mut stream, &reply);
+                }
                 Incoming::Verb(TemplateVerb::Stop) => {
                     listener.unlink();
                     answer(&mut stream, &Reply::Ok(self.status()));
@@ -151,6 +161,20 @@ impl Template {
                 Incoming::Closed => {}
             }
         }
+    }
+
+    fn save(&self, directory: &Path) -> Result<SaveReply, VmmError> {
+        if !self.is_checkpoint {
+            return Err(VmmError::new(
+                "save a snapshot",
+                "take a checkpoint of a clone and save that",
+                "this is a template: its files are there already",
+            ));
+        }
+        let began = Instant::now();
+        let memory = self.ram.memory();
+        let page_bytes = freeze::save_snapshot(&self.state, self.identity, memory, directory)?;
+        Ok(SaveReply { page_bytes, save_us: microseconds(began) })
     }
 
     fn status(&self) -> TemplateStatus {
@@ -198,6 +222,7 @@ impl Template {
     fn freeze(&mut self, frozen: Frozen) -> Result<ControlListener, VmmError> {
         log::redirect(frozen.directory.join(VMM_LOG));
         self.state = frozen.state;
+        self.is_checkpoint = true;
         self.disks.set_layers(frozen.layers);
         self.spawned = 0;
         let mut keep = vec![self.kvm.as_raw_fd(), frozen.listener.as_fd().as_raw_fd()];
@@ -210,12 +235,38 @@ impl Template {
         Ok(frozen.listener)
     }
 
+    /// Makes the moment of a snapshot this process's own, in which a clone is about to be
+    /// born from it.
+    fn go_to(&mut self, snapshot: &SnapshotFiles) -> Result<(), VmmError> {
+        const ADVICE: &str = "resume the snapshot from the template that it was taken of";
+        let directory = &snapshot.directory;
+        let step = || format!("resume the snapshot in {}", directory.display());
+        if self.is_checkpoint {
+            return Err(VmmError::new(step(), ADVICE, "this process is a checkpoint itself"));
+        }
+        let bytes = read_state(directory, "the snapshot is gone or damaged")?;
+        let (state, diff) = MicrovmState::decode_snapshot(&bytes)?;
+        if diff.template != self.identity {
+            return Err(VmmError::new(step(), ADVICE, "it was taken of another template"));
+        }
+        let path = directory.join(PAGES_FILE);
+        let step = || format!("load the pages {}", path.display());
+        let file = File::open(&path).step(step, "the snapshot is gone or damaged")?;
+        diff.load(self.ram.memory(), &file).step(step, "the snapshot is gone or damaged")?;
+        self.disks.set_layers(machine::open_layers(&snapshot.layers)?);
+        self.state = state;
+        Ok(())
+    }
+
     fn birth(
-        &self,
+        &mut self,
         request: &SpawnRequest,
         asked: Instant,
     ) -> Result<(Microvm, SpawnTimings), VmmError> {
         rustix::process::setsid().step(|| "start a session".to_owned(), "")?;
+        if let Some(snapshot) = &request.snapshot {
+            self.go_to(snapshot)?;
+        }
         let began = microseconds(asked);
         let vm = machine::restore_vm(&self.kvm, &self.state, self.ram.memory())?;
         let vm_us = microseconds(asked) - began;
@@ -223,6 +274,17 @@ impl Template {
         let devices_us = microseconds(asked) - began - vm_us;
         Ok((microvm, SpawnTimings { vm_us, devices_us, ..Default::default() }))
     }
+}
+
+fn read_state(directory: &Path, advice: &'static str) -> Result<Vec<u8>, VmmError> {
+    let path = directory.join(STATE_FILE);
+    let step = || format!("read state file {}", path.display());
+    let length = std::fs::metadata(&path).step(step, advice)?.len();
+    if length > STATE_BYTES_MAX {
+        let problem = format!("{length} bytes are too many");
+        return Err(VmmError::new(step(), advice, problem));
+    }
+    std::fs::read(&path).step(step, advice)
 }
 
 /// Clones are reaped by the kernel; the node watches them by pidfd.

@@ -9,8 +9,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::message::{
-    CheckpointReply, CheckpointRequest, Envelope, Reply, SpawnReply, SpawnRequest, TemplateStatus,
-    TemplateVerb, VmStats, VmStatus, VmVerb,
+    CheckpointReply, CheckpointRequest, Envelope, Reply, SaveReply, SpawnReply, SpawnRequest,
+    TemplateStatus, TemplateVerb, VmStats, VmStatus, VmVerb,
 };
 use crate::{ErrorReply, LINE_BYTES_MAX, PROTOCOL_VERSION};
 
@@ -131,6 +131,14 @@ impl TemplateClient {
     /// See [`ClientError`].
     pub fn spawn(&self, request: SpawnRequest) -> Result<SpawnReply, ClientError> {
         self.ask(TemplateVerb::Spawn(request))
+    }
+
+    /// Writes the moment of a frozen process into `directory`.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub fn save(&self, directory: PathBuf) -> Result<SaveReply, ClientError> {
+        self.ask(TemplateVerb::Save { directory })
     }
 
     /// State of the template process.

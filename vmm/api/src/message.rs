@@ -47,6 +47,13 @@ pub enum TemplateVerb {
     Status,
     /// Gives birth to a clone. Replies [`SpawnReply`] from the clone.
     Spawn(SpawnRequest),
+    /// Writes a frozen process's moment into an existing directory (`state`, `pages`), from
+    /// which a clone of the template can be born later. Replies [`SaveReply`] when the
+    /// files are durable.
+    Save {
+        /// Where the files go.
+        directory: PathBuf,
+    },
     /// Ends the template process; clones live on. Replies [`TemplateStatus`].
     Stop,
 }
@@ -63,6 +70,28 @@ pub struct SpawnRequest {
     /// For each writable disk, by id, the file that takes the clone's own blocks.
     /// Made on the first write.
     pub disks: BTreeMap<String, PathBuf>,
+    /// What the clone goes on from, if not from the template's own moment.
+    #[serde(default)]
+    pub snapshot: Option<SnapshotFiles>,
+}
+
+/// A moment of a clone of the template, on disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotFiles {
+    /// Where [`TemplateVerb::Save`] wrote.
+    pub directory: PathBuf,
+    /// The files that the checkpoint named as layers of the disks.
+    pub layers: BTreeMap<String, Vec<PathBuf>>,
+}
+
+/// Files of a snapshot that were written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SaveReply {
+    /// Bytes of guest RAM in them.
+    pub page_bytes: u64,
+    /// Microseconds that it took.
+    pub save_us: u64,
 }
 
 /// A checkpoint of a running clone.

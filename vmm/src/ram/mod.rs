@@ -6,6 +6,7 @@
 //! freeze:    memfd ── pages that are not zero ──> sparse file `memory`
 //! template:  `memory` ──> memfd, collapsed to 2 MiB folios, sealed
 //! clone:     memfd ── MAP_PRIVATE ── guest     ranges without data are anonymous memory
+//! snapshot:  pages that are the clone's own ──> file `pages`
 //! ```
 //!
 //! A clone's mapping costs no memory; reading shares the template's pages, writing
@@ -13,7 +14,9 @@
 //! first write there neither copies nor fills the memfd, and huge pages are possible.
 
 mod build;
+mod diff;
 mod image;
+mod private;
 
 use std::ptr::NonNull;
 
@@ -24,7 +27,9 @@ use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use crate::layout::{HIGH_RAM_START, HUGE_PAGE_BYTES, LOW_RAM_END};
 
 pub use build::{BuildRam, HolePuncher};
+pub use diff::RamDiff;
 pub use image::{ImageError, TemplateRam};
+pub use private::private_runs;
 
 /// Smallest guest.
 pub const RAM_BYTES_MIN: u64 = 32 << 20;

@@ -74,6 +74,7 @@ impl Templates {
                 "disk".to_owned(),
                 self.layout.sandbox_state(id).join("disk"),
             )]),
+            snapshot: None,
         };
         let socket = self.socket(template);
         let verb = TemplateVerb::Spawn(request);

@@ -102,6 +102,7 @@ fn request(directory: &Path) -> SpawnRequest {
         id: "perf".to_owned(),
         directory: directory.to_owned(),
         disks: BTreeMap::from([("disk".to_owned(), directory.join("disk"))]),
+        snapshot: None,
     }
 }
 
