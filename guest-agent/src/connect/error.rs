@@ -85,7 +85,9 @@ impl ConnectError {
             Kind::NotFound => Code::NotFound,
             Kind::PermissionDenied => Code::PermissionDenied,
             Kind::AlreadyExists => Code::AlreadyExists,
-            Kind::StorageFull | Kind::QuotaExceeded | Kind::OutOfMemory => Code::ResourceExhausted,
+            // "Exhausted" is what clients are told to try again after.
+            Kind::StorageFull | Kind::QuotaExceeded => Code::FailedPrecondition,
+            Kind::OutOfMemory => Code::ResourceExhausted,
             Kind::InvalidInput
             | Kind::InvalidFilename
             | Kind::NotADirectory

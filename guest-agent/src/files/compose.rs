@@ -2,12 +2,13 @@
 
 use std::fs::File;
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::rc::Rc;
 
 use http::StatusCode;
 use serde::Deserialize;
 
+use super::unfinished::Unfinished;
 use super::{FileError, owner};
 use crate::agent::Agent;
 use crate::http::{self as web, Reply, Request};
@@ -75,8 +76,8 @@ async fn compose(agent: &Agent, request: Request) -> Result<Reply, FileError> {
     owner::make_directories(parent, &user).await.map_err(failed)?;
     let unfinished = Unfinished::beside(&destination).map_err(failed)?;
     join(&sources, &unfinished).await.map_err(failed)?;
-    owner::give(&unfinished.path, &user).map_err(failed)?;
-    unfinished.rename_to(&destination).map_err(failed)?;
+    owner::give(&unfinished.file, &user).map_err(failed)?;
+    unfinished.finish().map_err(failed)?;
     for source in &sources {
         std::fs::remove_file(source).map_err(failed)?;
     }
@@ -94,35 +95,4 @@ async fn join(sources: &[PathBuf], target: &Unfinished) -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-/// A file that is removed unless it gets its final name.
-struct Unfinished {
-    path: PathBuf,
-    file: File,
-}
-
-impl Unfinished {
-    fn beside(destination: &Path) -> io::Result<Self> {
-        let mut name = destination.as_os_str().to_owned();
-        name.push(".warren-compose");
-        let path = PathBuf::from(name);
-        let _ = std::fs::remove_file(&path);
-        let file = File::options().write(true).create_new(true).open(&path)?;
-        Ok(Unfinished { path, file })
-    }
-
-    fn rename_to(mut self, destination: &Path) -> io::Result<()> {
-        std::fs::rename(&self.path, destination)?;
-        self.path = PathBuf::new();
-        Ok(())
-    }
-}
-
-impl Drop for Unfinished {
-    fn drop(&mut self) {
-        if !self.path.as_os_str().is_empty() {
-            let _ = std::fs::remove_file(&self.path);
-        }
-    }
 }

@@ -7,11 +7,13 @@ mod metadata;
 mod multipart;
 mod owner;
 mod signature;
+mod unfinished;
 mod upload;
 
 pub use compose::answer as answer_compose;
 pub use metadata::read as read_metadata;
 pub use owner::make_directories;
+pub use unfinished::Purpose;
 
 use std::rc::Rc;
 

@@ -1,8 +1,10 @@
 //! Directories that belong to the user they were made for.
 
 use std::ffi::OsStr;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path};
 
 use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
@@ -51,13 +53,17 @@ pub async fn make_directories(path: &Path, user: &User) -> io::Result<()> {
     Ok(())
 }
 
-/// Gives `path` to `user`. Without privileges files are the agent's own.
-pub fn give(path: &Path, user: &User) -> io::Result<()> {
+/// Gives `file` to `user`. Without privileges files are the agent's own.
+pub fn give(file: &File, user: &User) -> io::Result<()> {
     if !rustix::process::geteuid().is_root() {
         return Ok(());
     }
     let (uid, gid) = ids(user);
-    Ok(rustix::fs::chown(path, Some(uid), Some(gid))?)
+    let meta = file.metadata()?;
+    if (meta.uid(), meta.gid()) == (uid.as_raw(), gid.as_raw()) {
+        return Ok(());
+    }
+    Ok(rustix::fs::fchown(file, Some(uid), Some(gid))?)
 }
 
 /// The ids of a user's files.

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use super::encoding::PlainBody;
 use super::multipart::Multipart;
+use super::unfinished::Unfinished;
 use super::{FileError, metadata, owner};
 use crate::agent::Agent;
 use crate::http::{self as web, Query, Reply};
@@ -86,64 +87,101 @@ pub async fn answer(
 
 /// A file being written.
 struct Writer {
+    /// As the client named it.
     path: PathBuf,
+    target: Target,
+}
+
+/// Where the bytes go until all are there. An upload that breaks off leaves nothing of
+/// itself, and what was there before.
+enum Target {
+    /// There was nothing: the file itself, removed when it stays unfinished.
+    New(NewFile),
+    /// There was a file.
+    Replacement(Unfinished),
+}
+
+struct NewFile {
     file: File,
+    /// Empty once it may stay.
+    path: PathBuf,
+}
+
+impl Drop for NewFile {
+    fn drop(&mut self) {
+        if !self.path.as_os_str().is_empty() {
+            // Through a link that pointed nowhere, the link is kept.
+            let real = std::fs::canonicalize(&self.path);
+            let _ = real.and_then(std::fs::remove_file);
+        }
+    }
 }
 
 impl Writer {
     /// Opens the file anew, its missing directories included.
     async fn create(path: &Path, user: &User) -> Result<Self, FileError> {
         let shown = path.display();
-        // Without the flag, opening a FIFO would wait for a reader.
-        let flags = i32::try_from(OFlags::NONBLOCK.bits()).expect("a small constant");
-        let open = || {
-            let mut options = File::options();
-            options.write(true).create(true).truncate(true).mode(0o666).custom_flags(flags);
-            options.open(path)
-        };
-        let file = match open() {
+        let failed = |error: io::Error| FileError::from_io(format_args!("open '{shown}'"), &error);
+        let target = match std::fs::metadata(path) {
+            Ok(meta) if meta.is_file() => {
+                Target::Replacement(Unfinished::beside(path).map_err(failed)?)
+            }
+            Ok(meta) if meta.is_dir() => {
+                return Err(FileError::bad_request(format_args!("path '{shown}' is a directory")));
+            }
+            Ok(_) => {
+                let message = format_args!("path '{shown}' is not a regular file");
+                return Err(FileError::bad_request(message));
+            }
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 let parent = path.parent().unwrap_or(path);
                 owner::make_directories(parent, user).await.map_err(|error| {
                     FileError::from_io(format_args!("make '{}'", parent.display()), &error)
                 })?;
-                open()
+                Target::New(NewFile {
+                    file: open_new(path).map_err(failed)?,
+                    path: path.to_owned(),
+                })
             }
-            other => other,
+            Err(error) => return Err(failed(error)),
         };
-        let file = file.map_err(|error| match error.kind() {
-            io::ErrorKind::IsADirectory => {
-                FileError::bad_request(format_args!("path '{shown}' is a directory"))
-            }
-            _ => FileError::from_io(format_args!("open '{shown}'"), &error),
+        let writer = Writer { path: path.to_owned(), target };
+        owner::give(writer.file(), user).map_err(|error| {
+            FileError::from_io(format_args!("give '{shown}' to {}", user.name), &error)
         })?;
-        let meta = file
-            .metadata()
-            .map_err(|error| FileError::from_io(format_args!("stat '{shown}'"), &error))?;
-        if !meta.is_file() {
-            let message = format_args!("path '{shown}' is not a regular file");
-            return Err(FileError::bad_request(message));
+        Ok(writer)
+    }
+
+    fn file(&self) -> &File {
+        match &self.target {
+            Target::New(new) => &new.file,
+            Target::Replacement(unfinished) => &unfinished.file,
         }
-        let (uid, gid) = owner::ids(user);
-        let owned = (meta.uid(), meta.gid()) == (uid.as_raw(), gid.as_raw());
-        if !owned && rustix::process::geteuid().is_root() {
-            rustix::fs::fchown(&file, Some(uid), Some(gid)).map_err(|error| {
-                FileError::from_io(format_args!("give '{shown}' to {}", user.name), &error.into())
-            })?;
-        }
-        Ok(Writer { path: path.to_owned(), file })
     }
 
     fn write(&mut self, bytes: &Bytes) -> Result<(), FileError> {
-        self.file.write_all(bytes).map_err(|error| {
+        self.file().write_all(bytes).map_err(|error| {
             FileError::from_io(format_args!("write '{}'", self.path.display()), &error)
         })
     }
 
     fn finish(self, metadata: &BTreeMap<String, String>) -> Result<Stored, FileError> {
-        metadata::replace(&self.file, metadata)?;
+        metadata::replace(self.file(), metadata)?;
+        match self.target {
+            Target::New(mut new) => new.path = PathBuf::new(),
+            Target::Replacement(unfinished) => unfinished.finish().map_err(|error| {
+                FileError::from_io(format_args!("replace '{}'", self.path.display()), &error)
+            })?,
+        }
         let name = self.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let path = self.path.to_string_lossy().into_owned();
         Ok(Stored { path, name, kind: "file", metadata: metadata.clone() })
     }
+}
+
+fn open_new(path: &Path) -> io::Result<File> {
+    // Without the flag, opening a FIFO that just appeared would wait for a reader.
+    let flags = i32::try_from(OFlags::NONBLOCK.bits()).expect("a small constant");
+    let mut options = File::options();
+    options.write(true).create(true).truncate(true).mode(0o666).custom_flags(flags).open(path)
 }

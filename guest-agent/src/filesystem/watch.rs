@@ -18,6 +18,7 @@ use super::entry::Entry;
 use super::messages::{EventKind, FilesystemEvent};
 use crate::agent::Agent;
 use crate::connect::{Code, ConnectError};
+use crate::files::Purpose;
 use crate::runtime::Source;
 
 /// Events kept for a client that does not take them.
@@ -38,11 +39,15 @@ pub struct Watch {
     found: HashSet<PathBuf>,
     events: VecDeque<FilesystemEvent>,
     lost: bool,
+    /// An unfinished file that was just moved away: to its place.
+    replacing: Option<(u32, Purpose)>,
 }
 
 struct Raw {
     watch: i32,
     flags: ReadFlags,
+    /// Tells which two events are one move.
+    cookie: u32,
     name: Option<PathBuf>,
 }
 
@@ -64,6 +69,7 @@ impl Watch {
             found: HashSet::new(),
             events: VecDeque::new(),
             lost: false,
+            replacing: None,
         };
         watch.add(Path::new(""), Announce::No).map_err(|error| failed(root, error))?;
         Ok(watch)
@@ -122,6 +128,15 @@ impl Watch {
             self.directories.remove(&event.watch);
             return;
         }
+        if let Some(purpose) = event.name.as_deref().and_then(|name| Purpose::of(name.as_os_str()))
+        {
+            // Of an upload that replaces a file, only the replacing is told.
+            if event.flags.contains(ReadFlags::MOVED_FROM) {
+                self.replacing = Some((event.cookie, purpose));
+            }
+            return;
+        }
+        let replacing = self.replacing.take().filter(|(cookie, _)| *cookie == event.cookie);
         let Some(directory) = self.directories.get(&event.watch).cloned() else { return };
         let is_directory = event.flags.contains(ReadFlags::ISDIR);
         let path = match &event.name {
@@ -146,6 +161,10 @@ impl Watch {
             if flag == ReadFlags::CREATE && self.found.remove(&path) {
                 continue;
             }
+            let kind = match replacing {
+                Some((_, Purpose::Replacement)) if flag == ReadFlags::MOVED_TO => EventKind::Write,
+                Some(_) | None => kind,
+            };
             self.push(&path, kind);
         }
         if self.recursive && is_directory {
@@ -250,6 +269,7 @@ fn read_events(fd: BorrowedFd<'_>) -> rustix::io::Result<Vec<Raw>> {
         events.push(Raw {
             watch: event.wd(),
             flags: event.events(),
+            cookie: event.cookie(),
             name: event.file_name().map(|name| OsStr::from_bytes(name.to_bytes()).into()),
         });
         if reader.is_buffer_empty() {

@@ -1,5 +1,6 @@
 //! One cell: from the request to the last event.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::rc::Rc;
@@ -7,6 +8,7 @@ use std::task::{Context as TaskContext, Poll};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
+use serde::Deserialize;
 use serde_json::json;
 
 use super::context::Context;
@@ -24,8 +26,25 @@ const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
 /// Bytes of output read at once.
 const READ_BYTES: usize = 64 * 1024;
 
-/// What every kernel writes when a cell is over.
-const END_LINE: &str = r#"{"type":"end_of_execution"}"#;
+/// What every kernel writes when the cell of this number is over. The number keeps apart
+/// the end of this cell and what else user code may write to the kernel's socket.
+fn end_line(cell: u64) -> String {
+    format!(r#"{{"type":"end_of_execution","cell":{cell}}}"#)
+}
+
+/// What of an event is looked at.
+#[derive(Deserialize)]
+struct Event<'a> {
+    #[serde(rename = "type", borrow)]
+    kind: Cow<'a, str>,
+}
+
+/// Whether a kernel's line is an event for the client: whatever user code manages to
+/// write there must not break the client's parser, nor end the cell for it.
+fn is_event(line: &[u8]) -> bool {
+    let event = serde_json::from_slice::<Event<'_>>(line);
+    event.is_ok_and(|event| !event.kind.ends_with("end_of_execution"))
+}
 
 /// Runs a cell and sends its events. When the client goes away the cell is
 /// interrupted; the context stays.
@@ -39,15 +58,15 @@ pub async fn run(
         Either::First(turn) => turn,
         Either::Second(()) => return,
     };
-    let kernel = match begin(&context, &code, &env_vars).await {
-        Ok(kernel) => kernel,
+    let (kernel, number) = match begin(&context, &code, &env_vars).await {
+        Ok(begun) => begun,
         Err(error) => {
             let _ = client.send(error_event("KernelError", &error.to_string())).await;
             let _ = client.send(line(&json!({ "type": "end_of_execution" }))).await;
             return;
         }
     };
-    let mut cell = Cell::new(kernel.clone());
+    let mut cell = Cell::new(kernel.clone(), number);
     let outcome = cell.forward(&client).await;
     match outcome {
         Outcome::Ended => {}
@@ -83,13 +102,14 @@ async fn begin(
     context: &Rc<Context>,
     code: &str,
     env_vars: &BTreeMap<String, String>,
-) -> Result<Rc<Kernel>, KernelError> {
+) -> Result<(Rc<Kernel>, u64), KernelError> {
     // A kernel may have died since its last cell: once more with a new one.
     for _ in 0..2 {
         let kernel = context.kernel().await?;
-        let request = request(context, code, env_vars)?;
+        let number = kernel.next_cell();
+        let request = request(context, number, code, env_vars)?;
         if kernel.control.write_all(&request).await.is_ok() {
-            return Ok(kernel);
+            return Ok((kernel, number));
         }
         context.lost(&kernel);
     }
@@ -98,6 +118,7 @@ async fn begin(
 
 fn request(
     context: &Context,
+    number: u64,
     code: &str,
     env_vars: &BTreeMap<String, String>,
 ) -> Result<Bytes, KernelError> {
@@ -105,7 +126,7 @@ fn request(
     let (environment, seed) = context.news(contexts.agent());
     match context.language {
         Language::Python | Language::JavaScript => Ok(line(&json!({
-            "code": code, "env_vars": env_vars, "environment": environment, "seed": seed,
+            "cell": number, "code": code, "env_vars": env_vars, "environment": environment, "seed": seed,
         }))),
         Language::Bash => {
             let environment = environment.unwrap_or_default();
@@ -126,7 +147,7 @@ fn request(
                 Ok(())
             };
             write().map_err(KernelError::Install)?;
-            Ok(Bytes::from(format!("{}\n", path.display())))
+            Ok(Bytes::from(format!("{number} {}\n", path.display())))
         }
     }
 }
@@ -186,6 +207,7 @@ enum Stream {
 
 struct Cell {
     kernel: Rc<Kernel>,
+    end_line: String,
     stdout: TextDecoder,
     stderr: TextDecoder,
     closed: (bool, bool),
@@ -194,9 +216,10 @@ struct Cell {
 }
 
 impl Cell {
-    fn new(kernel: Rc<Kernel>) -> Self {
+    fn new(kernel: Rc<Kernel>, number: u64) -> Self {
         Cell {
             kernel,
+            end_line: end_line(number),
             stdout: TextDecoder::default(),
             stderr: TextDecoder::default(),
             closed: (false, false),
@@ -205,19 +228,23 @@ impl Cell {
         }
     }
 
+    fn is_end(&self, event: &[u8]) -> bool {
+        event.trim_ascii_end() == self.end_line.as_bytes()
+    }
+
     /// Sends events until the cell is over or the client is gone.
     async fn forward(&mut self, client: &Sender<Bytes>) -> Outcome {
         loop {
             let step = std::future::poll_fn(|cx| self.poll_step(cx, Some(client))).await;
             let (events, outcome) = match step {
                 Step::Text(stream, bytes) => (self.text(stream, &bytes), None),
-                Step::Line(line) if line.trim_ascii_end() == END_LINE.as_bytes() => {
+                Step::Line(event) if self.is_end(&event) => {
                     for event in self.rest() {
                         let _ = client.send(event).await;
                     }
-                    (Some(line), Some(Outcome::Ended))
+                    (Some(line(&json!({ "type": "end_of_execution" }))), Some(Outcome::Ended))
                 }
-                Step::Line(line) => (Some(line), None),
+                Step::Line(event) => (is_event(&event).then_some(event), None),
                 Step::Quiet => (Some(line(&json!({ "type": "keepalive" }))), None),
                 Step::Abandoned => return Outcome::Abandoned,
                 Step::Died => {
@@ -243,7 +270,7 @@ impl Cell {
     async fn discard(&mut self) -> Outcome {
         loop {
             match std::future::poll_fn(|cx| self.poll_step(cx, None)).await {
-                Step::Line(line) if line.trim_ascii_end() == END_LINE.as_bytes() => {
+                Step::Line(event) if self.is_end(&event) => {
                     drop(self.rest());
                     return Outcome::Ended;
                 }

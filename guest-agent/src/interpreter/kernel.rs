@@ -116,6 +116,7 @@ pub struct Kernel {
     pub stdout: Source,
     pub stderr: Source,
     pid: Cell<Option<Pid>>,
+    cells: Cell<u64>,
     /// Set when it is our own child and not the zygote's.
     child: Option<Child>,
 }
@@ -138,8 +139,15 @@ impl Kernel {
             stdout: Source::empty(ends.stdout),
             stderr: Source::empty(ends.stderr),
             pid: Cell::new(child.as_ref().map(|child| child.pid)),
+            cells: Cell::new(0),
             child,
         }
+    }
+
+    /// Number of the next cell.
+    pub fn next_cell(&self) -> u64 {
+        self.cells.set(self.cells.get() + 1);
+        self.cells.get()
     }
 
     /// Waits for its first word.

@@ -15,9 +15,9 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use crate::runtime::{self, Source, Task};
 
-/// Connections that may wait to be accepted. A burst of a client's pool is far
-/// smaller.
-const BACKLOG: i32 = 128;
+/// Connections that may wait to be accepted. One more is refused, which the node cannot
+/// tell from a port that nobody listens on; a waiting one costs the guest little.
+const BACKLOG: i32 = 4096;
 
 /// Where to listen.
 #[derive(Debug, Clone, PartialEq, Eq)]

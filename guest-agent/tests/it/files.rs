@@ -7,7 +7,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 use warren_base::skip::skipped;
 
-use crate::support::{Agent, Reply, user_header, user_name};
+use crate::support::{Agent, Reply, user_header, user_name, wait_until};
 
 fn upload(agent: &Agent, path: &str, headers: &[&str], body: &[u8]) -> Reply {
     let user = user_header();
@@ -165,8 +165,69 @@ fn disk_full_is_507() {
         return;
     }
     let reply = upload(&agent, &format!("{place}/big"), &[], &vec![7; 4 << 20]);
+    assert_eq!(std::fs::read_dir(&place).unwrap().count(), 0, "it keeps the disk full");
+    // What an upload was to replace is still there when it fails.
+    let kept = format!("{place}/kept");
+    std::fs::write(&kept, "before").unwrap();
+    let second = upload(&agent, &kept, &[], &vec![7; 4 << 20]);
+    assert_eq!((second.status, std::fs::read_to_string(&kept).unwrap()), (507, "before".into()));
+    assert_eq!(std::fs::read_dir(&place).unwrap().count(), 1);
     rustix::mount::unmount(place.as_str(), rustix::mount::UnmountFlags::DETACH).unwrap();
     assert_eq!(reply.status, 507, "{}", reply.text());
+}
+
+#[test]
+fn upload_that_breaks_off_leaves_what_was_there() {
+    let agent = Agent::start();
+    let place = agent.path("place");
+    std::fs::create_dir(&place).unwrap();
+    std::fs::write(format!("{place}/kept"), "before").unwrap();
+    std::os::unix::fs::symlink("nowhere", format!("{place}/link")).unwrap();
+    for name in ["kept", "new", "link"] {
+        let user = user_header();
+        let mut stream = agent.connect("envd");
+        let head = format!(
+            "POST /files?path={place}/{name} HTTP/1.1\r\nhost: test\r\n{user}\r\n\
+             content-type: application/octet-stream\r\ncontent-length: 1000\r\n\r\nabc"
+        );
+        stream.write_all(head.as_bytes()).unwrap();
+        // So that the agent has begun with it.
+        wait_until("the upload begins", || {
+            let files = std::fs::read_dir(&place).unwrap();
+            files
+                .filter(|file| {
+                    let meta = std::fs::metadata(file.as_ref().unwrap().path());
+                    meta.is_ok_and(|meta| meta.len() == 3)
+                })
+                .count()
+                > 0
+        });
+        drop(stream);
+        wait_until("nothing of the upload is left", || {
+            let mut names: Vec<_> = std::fs::read_dir(&place)
+                .unwrap()
+                .map(|file| file.unwrap().file_name().into_string().unwrap())
+                .collect();
+            names.sort();
+            names == ["kept", "link"]
+        });
+        assert_eq!(std::fs::read_to_string(format!("{place}/kept")).unwrap(), "before");
+    }
+}
+
+#[test]
+fn upload_over_a_file_keeps_its_mode_and_the_links_to_it() {
+    use std::os::unix::fs::PermissionsExt;
+    let agent = Agent::start();
+    let file = agent.path("file");
+    std::fs::write(&file, "before, and longer").unwrap();
+    std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o751)).unwrap();
+    let link = agent.path("link");
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    assert_eq!(upload(&agent, &link, &[], b"after").status, 200);
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "after");
+    assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
+    assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o7777, 0o751);
 }
 
 #[test]

@@ -3,7 +3,7 @@ use std::os::unix::fs::MetadataExt;
 use serde_json::{Value, json};
 use warren_base::skip::skipped;
 
-use crate::support::Agent;
+use crate::support::{Agent, user_header};
 
 fn call(agent: &Agent, method: &str, message: Value) -> (u16, Value) {
     agent.call(&format!("/filesystem.Filesystem/{method}"), &message)
@@ -65,6 +65,18 @@ fn watcher_gives_events_since_the_last_call() {
     let (_, reply) = call(&agent, "GetWatcherEvents", id.clone());
     let kinds: Vec<_> = reply["events"].as_array().unwrap().iter().map(|e| &e["type"]).collect();
     assert_eq!(kinds, ["EVENT_TYPE_CREATE", "EVENT_TYPE_WRITE", "EVENT_TYPE_REMOVE"]);
+    // An upload is a write, whether or not there was a file before.
+    let headers = ["content-type: application/octet-stream", &user_header()];
+    for kinds in [&["EVENT_TYPE_CREATE", "EVENT_TYPE_WRITE"][..], &["EVENT_TYPE_WRITE"][..]] {
+        let target = format!("/files?path={place}/up");
+        assert_eq!(agent.request("POST", &target, &headers, b"x").status, 200);
+        let (_, reply) = call(&agent, "GetWatcherEvents", id.clone());
+        let events = reply["events"].as_array().unwrap();
+        assert!(events.iter().all(|event| event["name"] == "up"), "{events:?}");
+        let told: Vec<_> = events.iter().map(|event| &event["type"]).collect();
+        let told: Vec<_> = told.into_iter().filter(|kind| *kind != "EVENT_TYPE_CHMOD").collect();
+        assert_eq!(told, kinds);
+    }
     let (_, reply) = call(&agent, "GetWatcherEvents", id.clone());
     assert_eq!(reply["events"], json!([]));
     assert_eq!(call(&agent, "RemoveWatcher", id.clone()).0, 200);

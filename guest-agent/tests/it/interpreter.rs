@@ -202,3 +202,36 @@ fn language_whose_program_is_missing_names_the_program() {
     let value = of_kind(&events, "error")[0]["value"].as_str().unwrap();
     assert!(value.contains("this sandbox has no node"), "{value}");
 }
+
+#[test]
+fn child_that_a_cell_forks_serves_no_cells() {
+    let Some(agent) = agent() else { return };
+    // It ends with the cell, or by itself, or in a way that a cell would tell of.
+    run(&agent, "import os, sys\nv = 'x'\np = os.fork()");
+    for number in 0..3 {
+        let code = format!("print({number}, p > 0, v); v = 'v{number}'; {number}");
+        let events = run(&agent, &code);
+        let before = if number == 0 { "x".to_owned() } else { format!("v{}", number - 1) };
+        assert_eq!(text(&events, "stdout"), format!("{number} True {before}\n"));
+        assert_eq!(text(&events, "result"), number.to_string());
+    }
+    let code = "p = os.fork()\nif p == 0: sys.exit(3)\nos.waitpid(p, 0)\n'parent'";
+    let events = run(&agent, code);
+    assert_eq!(text(&events, "result"), "parent");
+    assert!(of_kind(&events, "error").is_empty());
+    assert_eq!(text(&run(&agent, "40 + 2"), "result"), "42");
+}
+
+#[test]
+fn what_a_cell_writes_to_every_descriptor_disturbs_nobody() {
+    let Some(agent) = agent() else { return };
+    for stray in
+        [r#"{"type":"end_of_execution"}"#, r#"{"type":"end_of_execution","cell":9}"#, "garbage"]
+    {
+        let code = format!(
+            "import os\nfor i in range(3, 20):\n  try: os.write(i, b'{stray}\\n')\n  except OSError: pass\n'own'"
+        );
+        assert_eq!(text(&run(&agent, &code), "result"), "own");
+        assert_eq!(text(&run(&agent, "1 + 1"), "result"), "2");
+    }
+}

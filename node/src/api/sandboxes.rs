@@ -27,6 +27,8 @@ const TIMEOUT_SECONDS_V1: i64 = 15;
 const TIMEOUT_SECONDS_V2: i64 = 300;
 /// The environment of a process has to fit the guest's limit for arguments.
 const ENVIRONMENT_BYTES_MAX: usize = 64 * 1024;
+/// Half of what the agent accepts as arguments and variables of one command.
+const ENVIRONMENT_VARIABLES_MAX: usize = 4096;
 const NETWORK_BYTES_MAX: usize = 64 * 1024;
 /// Sandboxes that one request may wait for another with the same key.
 const SAME_KEY_WAITS_MAX: usize = 64;
@@ -174,6 +176,12 @@ fn check(
     check_size("metadata", &metadata, app.config.metadata_bytes_max)?;
     let environment = body.env_vars.unwrap_or_default();
     check_size("envVars", &environment, ENVIRONMENT_BYTES_MAX)?;
+    if environment.len() > ENVIRONMENT_VARIABLES_MAX {
+        let count = environment.len();
+        return Err(ApiError::bad_request(format!(
+            "envVars has {count} variables; the most is {ENVIRONMENT_VARIABLES_MAX}"
+        )));
+    }
     check_environment(&environment)?;
     let network = body.network.filter(|network| !network.is_null());
     if let Some(network) = &network {

@@ -99,6 +99,9 @@ impl Writer {
     fn open(directory: PathBuf) -> Result<Self, StoreError> {
         let reserve = Reserve::make(&directory);
         let path = directory.join(FILE);
+        if !path.exists() {
+            make_database(&path)?;
+        }
         let database = open_database(&path)?;
         let found = initialise(&database)
             .map_err(|source| StoreError::Open { path: path.clone(), source: Box::new(source) })?;
@@ -214,6 +217,26 @@ impl Encoded {
     }
 }
 
+/// Makes a new file at `path` in one step: a full disk or a kill leaves no half of one.
+fn make_database(path: &Path) -> Result<(), StoreError> {
+    let failed =
+        |source: redb::Error| StoreError::Open { path: path.to_owned(), source: Box::new(source) };
+    let unfinished = path.with_extension("new");
+    let made = std::fs::remove_file(&unfinished)
+        .or_else(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => Ok(()),
+            _ => Err(failed(error.into())),
+        })
+        .and_then(|()| open_database(&unfinished))
+        .and_then(|database| initialise(&database).map_err(failed))
+        .and_then(|_| std::fs::rename(&unfinished, path).map_err(|error| failed(error.into())));
+    if made.is_err() {
+        // What is left of it takes room that the next try needs.
+        let _ = std::fs::remove_file(&unfinished);
+    }
+    made
+}
+
 fn open_database(path: &Path) -> Result<Database, StoreError> {
     Database::builder()
         .set_cache_size(CACHE_BYTES)
@@ -319,6 +342,16 @@ mod tests {
             prefix: "e2b_0".to_owned(),
             created_at: Timestamp::UNIX_EPOCH,
         }
+    }
+
+    #[tokio::test]
+    async fn first_start_that_broke_off_does_not_hinder_the_next() {
+        let directory = tempfile::tempdir().unwrap();
+        std::fs::write(directory.path().join("warren.new"), "half a database").unwrap();
+        let (store, contents) = RedbStore::open(directory.path()).unwrap();
+        assert!(contents.keys.is_empty());
+        drop(store);
+        assert!(!directory.path().join("warren.new").exists());
     }
 
     #[tokio::test]

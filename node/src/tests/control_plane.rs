@@ -65,6 +65,7 @@ async fn versions_differ_in_the_default_timeout() {
 async fn bad_input_is_refused_with_a_reason_and_leaves_nothing() {
     let node = TestNode::start().await;
     let long = "x".repeat(10_000);
+    let many: std::collections::BTreeMap<_, _> = (0..4097).map(|n| (format!("V{n}"), "")).collect();
     let cases = [
         (json!({ "templateID": "nope" }), 404, "template 'nope' not found"),
         (json!({ "templateID": "../x" }), 404, "not found"),
@@ -77,6 +78,7 @@ async fn bad_input_is_refused_with_a_reason_and_leaves_nothing() {
         (json!({ "templateID": "base", "timeout": 1_000_000_000 }), 400, "longest allowed"),
         (json!({ "templateID": "base", "envVars": { "A=": "b" } }), 400, "environment variable"),
         (json!({ "templateID": "base", "envVars": { "A": "b\0" } }), 400, "NUL"),
+        (json!({ "templateID": "base", "envVars": many }), 400, "4096"),
         (json!({ "templateID": "base", "metadata": { "a": 1 } }), 400, "not as expected"),
         (json!({}), 400, "templateID"),
         (json!({ "templateID": "base", "autoPause": true }), 501, "not supported"),

@@ -111,9 +111,19 @@ def text_stream(descriptor):
 
 def serve(control, request):
     waiting = []
+    forked = []
+
+    def leave_to_the_parent():
+        forked.append(True)
+        control.close()
+
+    # A child that a cell forks has no cell of its own to serve.
+    os.register_at_fork(after_in_child=leave_to_the_parent)
 
     def emit(event, more=False):
         """Sends an event; with `more`, together with the next one."""
+        if forked:
+            return
         waiting.append(encode(event))
         if not more:
             waiting.append(b"")
@@ -134,7 +144,18 @@ def serve(control, request):
             os.environ.update(message["environment"])
         reseed(message.get("seed"))
         kernel.execute(message["code"], message.get("env_vars") or {})
-        emit({"type": "end_of_execution"})
+        if forked:
+            end_of_child()
+        emit({"type": "end_of_execution", "cell": message["cell"]})
+    os._exit(0)
+
+
+def end_of_child():
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
     os._exit(0)
 
 

@@ -77,7 +77,7 @@ async function execute(message) {
     if (value === undefined) delete process.env[name];
     else process.env[name] = value;
   }
-  emit({ type: "end_of_execution" });
+  emit({ type: "end_of_execution", cell: message.cell });
 }
 
 process.on("SIGINT", () => {});

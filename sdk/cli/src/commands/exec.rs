@@ -94,11 +94,26 @@ async fn attached(
     let interrupts = raw.is_none().then(|| tokio::spawn(forward_interrupts(process.input.clone())));
 
     let mut sink = Sink::new(output);
+    let mut terminated = watch_for(SignalKind::terminate())?;
+    let mut hung_up = watch_for(SignalKind::hangup())?;
     let code = loop {
-        match process.next().await? {
-            Event::Stdout(bytes) | Event::Terminal(bytes) => sink.stdout(&bytes)?,
-            Event::Stderr(bytes) => sink.stderr(&bytes)?,
+        let event = tokio::select! {
+            event = process.next() => event?,
+            _ = terminated.recv() => break abandon(&process, SignalKind::terminate()).await?,
+            _ = hung_up.recv() => break abandon(&process, SignalKind::hangup()).await?,
+        };
+        let shown = match event {
+            Event::Stdout(bytes) | Event::Terminal(bytes) => sink.stdout(&bytes),
+            Event::Stderr(bytes) => sink.stderr(&bytes),
             Event::End { exit_code } => break exit_code,
+        };
+        match shown {
+            Ok(()) => {}
+            // `| head` has enough; the command ends as one here would.
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {
+                break abandon(&process, SignalKind::pipe()).await?;
+            }
+            Err(error) => return Err(CliError::io("write the command's output")(error)),
         }
     };
     for task in [input, resizes, interrupts].into_iter().flatten() {
@@ -107,6 +122,17 @@ async fn attached(
     drop(raw);
     sink.finish(code);
     Ok(ExitCode::from(code))
+}
+
+/// Ends the command, since nobody is left who would see it end; the code is that of a
+/// program which this signal ended.
+async fn abandon(process: &Process, reason: SignalKind) -> Result<u8, CliError> {
+    process.input.signal(Signal::Kill).await?;
+    Ok(u8::try_from(128 + reason.as_raw_value()).unwrap_or(u8::MAX))
+}
+
+fn watch_for(kind: SignalKind) -> Result<tokio::signal::unix::Signal, CliError> {
+    signal(kind).map_err(CliError::io("watch for signals"))
 }
 
 async fn forward_input(input: Input) -> Result<(), CliError> {
@@ -157,26 +183,22 @@ impl Sink {
         }
     }
 
-    fn stdout(&mut self, bytes: &[u8]) -> Result<(), CliError> {
+    fn stdout(&mut self, bytes: &[u8]) -> std::io::Result<()> {
         match self {
             Self::Collected { stdout, .. } => stdout.extend_from_slice(bytes),
             Self::Through => {
                 let mut stream = std::io::stdout().lock();
-                stream
-                    .write_all(bytes)
-                    .and_then(|()| stream.flush())
-                    .map_err(CliError::io("write standard output"))?;
+                stream.write_all(bytes).and_then(|()| stream.flush())?;
             }
         }
         Ok(())
     }
 
-    fn stderr(&mut self, bytes: &[u8]) -> Result<(), CliError> {
+    fn stderr(&mut self, bytes: &[u8]) -> std::io::Result<()> {
         match self {
             Self::Collected { stderr, .. } => stderr.extend_from_slice(bytes),
             Self::Through => {
-                let mut stream = std::io::stderr().lock();
-                stream.write_all(bytes).map_err(CliError::io("write standard error"))?;
+                std::io::stderr().lock().write_all(bytes)?;
             }
         }
         Ok(())

@@ -96,6 +96,8 @@ struct Usage {
     id: String,
     metrics: Option<Metrics>,
     host: serde_json::Value,
+    /// Why there are no metrics.
+    error: Option<String>,
 }
 
 pub(super) async fn stats(http: &Http, ids: &[String], output: Output) -> Result<(), CliError> {
@@ -107,13 +109,35 @@ pub(super) async fn stats(http: &Http, ids: &[String], output: Output) -> Result
     };
     let mut usages = Vec::new();
     for id in ids {
-        let metrics = http.metrics(&id).await?.pop();
-        let host = http.cost(&id).await?.stats;
-        usages.push(Usage { id, metrics, host });
+        // One that hangs must not hide the others; one that is not there is a mistake.
+        let (metrics, error) = match http.metrics(&id).await {
+            Ok(mut metrics) => (metrics.pop(), None),
+            Err(error @ CliError::Api { status: 404, .. }) => return Err(error),
+            Err(error) => (None, Some(error.to_string())),
+        };
+        if let Some(error) = &error {
+            output.progress(&format!("{id}: {error}"));
+        }
+        let host = match http.cost(&id).await {
+            Ok(cost) => cost.stats,
+            Err(error) if metrics.is_none() => {
+                output.progress(&format!("{id}: {error}"));
+                serde_json::Value::Null
+            }
+            Err(error) => return Err(error),
+        };
+        usages.push(Usage { id, metrics, host, error });
     }
     let sandboxes: Vec<_> = usages
         .iter()
-        .map(|usage| json!({"sandboxID": usage.id, "metrics": usage.metrics, "host": usage.host}))
+        .map(|usage| {
+            json!({
+                "sandboxID": usage.id,
+                "metrics": usage.metrics,
+                "host": usage.host,
+                "error": usage.error,
+            })
+        })
         .collect();
     output.result(&json!({"node": node, "sandboxes": sandboxes}), || {
         let rows: Vec<Vec<String>> = usages.iter().map(usage_row).collect();
