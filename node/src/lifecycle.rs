@@ -3,8 +3,14 @@
 //! ```text
 //!             born                end               cleaned
 //!  creating ────────▶ running ──────────▶ killing ──────────▶ gone
-//!     │  │                end                ▲
-//!     │  └───────────────────────────────────┘
+//!     │ │ │              │ pause             ▲
+//!     │ │ │ end          ▼           end     │
+//!     │ │ └──────────────┼───────────────────┤
+//!     │ │             pausing ───────────────┤
+//!     │ │                │ asleep    end     │
+//!     │ │             paused  ───────────────┘
+//!     │ │ replaced       │ replaced (of pausing too)
+//!     │ └────────────▶ replaced
 //!     │  create failed
 //!     └────────────────▶ failed
 //! ```
@@ -13,6 +19,10 @@
 //! * `running`: the agent has acknowledged its identity and the record is stored.
 //! * `killing`: no request passes, open streams are cut, the process is being ended
 //!   and everything on the host is being removed. The first cause is kept.
+//! * `pausing`: no request passes; it is being written to disk.
+//! * `paused`: on disk, without a process.
+//! * `replaced`: the table has another incarnation of the same sandbox: one that resumes,
+//!   one that runs on after a pause that failed, one that is paused again.
 //! * `gone`, `failed`: nothing is left on the host; the sandbox is not in the table.
 //!
 //! This file decides only which step is allowed. [`crate::sandboxes`] does the work.
@@ -24,6 +34,9 @@ use serde::{Deserialize, Serialize};
 pub enum Phase {
     Creating,
     Running,
+    Pausing,
+    Paused,
+    Replaced,
     Killing(EndCause),
     Gone(EndCause),
     Failed,
@@ -63,6 +76,12 @@ impl EndCause {
 pub enum Event {
     /// The process runs, the agent knows who it is, the record is stored.
     Born,
+    /// It shall be put on disk.
+    Pause,
+    /// It is on disk and has no process.
+    Asleep,
+    /// Another incarnation takes its place.
+    Replaced,
     /// It shall end.
     End(EndCause),
     /// Nothing of it is left on the host.
@@ -86,23 +105,51 @@ pub struct Refused {
 pub fn step(phase: Phase, event: Event) -> Result<Phase, Refused> {
     match (phase, event) {
         (Phase::Creating, Event::Born) => Ok(Phase::Running),
-        (Phase::Creating | Phase::Running, Event::End(cause)) => Ok(Phase::Killing(cause)),
+        (Phase::Running, Event::Pause) => Ok(Phase::Pausing),
+        (Phase::Pausing, Event::Asleep) => Ok(Phase::Paused),
+        (Phase::Creating | Phase::Pausing | Phase::Paused, Event::Replaced) => Ok(Phase::Replaced),
+        (Phase::Creating | Phase::Running | Phase::Pausing | Phase::Paused, Event::End(cause)) => {
+            Ok(Phase::Killing(cause))
+        }
         (Phase::Creating, Event::CreateFailed) => Ok(Phase::Failed),
         (Phase::Killing(first), Event::End(_)) => Ok(Phase::Killing(first)),
         (Phase::Killing(cause), Event::Cleaned | Event::CreateFailed) => Ok(Phase::Gone(cause)),
-        (Phase::Killing(_), Event::Born)
-        | (Phase::Creating | Phase::Running, Event::Cleaned)
-        | (Phase::Running, Event::Born | Event::CreateFailed)
-        | (Phase::Gone(_) | Phase::Failed, _) => Err(Refused { phase, event }),
+        (Phase::Killing(_), Event::Born | Event::Pause | Event::Asleep | Event::Replaced)
+        | (Phase::Creating, Event::Cleaned | Event::Pause | Event::Asleep)
+        | (
+            Phase::Running,
+            Event::Born | Event::CreateFailed | Event::Cleaned | Event::Asleep | Event::Replaced,
+        )
+        | (Phase::Pausing, Event::Born | Event::CreateFailed | Event::Cleaned | Event::Pause)
+        | (
+            Phase::Paused,
+            Event::Born | Event::CreateFailed | Event::Cleaned | Event::Pause | Event::Asleep,
+        )
+        | (Phase::Gone(_) | Phase::Failed | Phase::Replaced, _) => Err(Refused { phase, event }),
     }
 }
 
 impl Phase {
-    /// Nothing of the sandbox is left.
+    /// Nothing of the sandbox is left, or another incarnation has all of it.
     pub fn is_over(self) -> bool {
         match self {
-            Self::Gone(_) | Self::Failed => true,
-            Self::Creating | Self::Running | Self::Killing(_) => false,
+            Self::Gone(_) | Self::Failed | Self::Replaced => true,
+            Self::Creating | Self::Running | Self::Pausing | Self::Paused | Self::Killing(_) => {
+                false
+            }
+        }
+    }
+
+    /// Something is being done to the sandbox that ends by itself.
+    pub fn is_passing(self) -> bool {
+        match self {
+            Self::Creating | Self::Pausing => true,
+            Self::Running
+            | Self::Paused
+            | Self::Replaced
+            | Self::Killing(_)
+            | Self::Gone(_)
+            | Self::Failed => false,
         }
     }
 }
@@ -133,6 +180,17 @@ mod tests {
     }
 
     #[test]
+    fn paused_sandbox_never_runs_again_itself() {
+        let phase = step(Phase::Running, Event::Pause).unwrap();
+        assert!(step(phase, Event::Pause).is_err());
+        let phase = step(phase, Event::Asleep).unwrap();
+        assert!(step(phase, Event::Born).is_err());
+        assert_eq!(step(phase, Event::End(REQUEST)), Ok(Phase::Killing(REQUEST)));
+        let phase = step(phase, Event::Replaced).unwrap();
+        assert!(phase.is_over() && step(phase, Event::End(REQUEST)).is_err());
+    }
+
+    #[test]
     fn birth_of_the_dead_is_refused() {
         assert!(step(Phase::Gone(TIMEOUT), Event::Born).is_err());
         assert!(step(Phase::Failed, Event::End(TIMEOUT)).is_err());
@@ -145,6 +203,9 @@ mod tests {
             Just(Event::End(TIMEOUT)),
             Just(Event::Cleaned),
             Just(Event::CreateFailed),
+            Just(Event::Pause),
+            Just(Event::Asleep),
+            Just(Event::Replaced),
         ];
         proptest::collection::vec(event, 0..12)
     }
@@ -159,7 +220,10 @@ mod tests {
                     prop_assert!(!phase.is_over());
                     phase = next;
                 }
-                was_ending |= !matches!(phase, Phase::Creating | Phase::Running);
+                was_ending |= !matches!(
+                    phase,
+                    Phase::Creating | Phase::Running | Phase::Pausing | Phase::Paused
+                );
                 prop_assert!(!was_ending || phase != Phase::Running);
             }
         }

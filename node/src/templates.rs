@@ -54,6 +54,8 @@ pub enum RemoveError {
     Store(#[from] StoreError),
     #[error("remove the template")]
     Discard(#[from] KindError),
+    #[error("{0} paused sandboxes need the template; kill them or wait until they have ended")]
+    Needed(usize),
 }
 
 impl Templates {

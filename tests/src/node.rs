@@ -255,7 +255,41 @@ impl TestNode {
         self.client.delete(&format!("/sandboxes/{id}"))
     }
 
-    /// Ids of the sandboxes that live.
+    /// Pauses a sandbox.
+    #[must_use]
+    pub fn pause(&self, id: &str) -> Reply {
+        self.client.post(&format!("/sandboxes/{id}/pause"), &json!({}))
+    }
+
+    /// A sandbox that runs, or is paused and resumed by this.
+    ///
+    /// # Panics
+    /// If it is neither, or not resumed.
+    #[must_use]
+    pub fn connect(&self, id: &str) -> Sandbox {
+        let path = format!("/v2/sandboxes/{id}/connect");
+        let reply = self.client.post(&path, &json!({"timeout": 600}));
+        assert!(matches!(reply.status, 200 | 201), "connect: {}\n{}", reply.text(), self.log());
+        Sandbox::of(&self.address, &reply.json())
+    }
+
+    /// Children of a running sandbox.
+    ///
+    /// # Panics
+    /// If one of them is not made.
+    #[must_use]
+    pub fn fork(&self, id: &str, count: usize) -> Vec<Sandbox> {
+        let path = format!("/sandboxes/{id}/fork");
+        let body = json!({"timeout": 600, "count": count});
+        let outcomes = self.client.post(&path, &body).expect(201).json();
+        let child = |outcome: &Value| {
+            assert!(outcome["sandbox"].is_object(), "fork: {outcome}\n{}", self.log());
+            Sandbox::of(&self.address, &outcome["sandbox"])
+        };
+        outcomes.as_array().expect("a list").iter().map(child).collect()
+    }
+
+    /// Ids of the sandboxes that run or are paused.
     ///
     /// # Panics
     /// If the list is not one.

@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use warren_tests::{Need, missing};
 use warren_vmm_api::{
     BootConfig, BootProtocol, CheckpointRequest, ClientError, CpuProfile, DiskConfig, DiskMode,
-    SnapshotFiles, SpawnRequest, TemplateClient, VmClient, VmState, VmVerb,
+    SpawnRequest, TemplateClient, VmClient, VmState, VmVerb,
 };
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -180,15 +180,12 @@ impl Guest {
     ) -> Result<VmClient, ClientError> {
         let directory = self.path(name);
         std::fs::create_dir(&directory).expect("make the clone's directory");
-        let files = |directory: &Path| SnapshotFiles {
-            directory: directory.to_owned(),
-            layers: BTreeMap::new(),
-        };
         template.spawn(SpawnRequest {
             id: name.to_owned(),
             directory: directory.clone(),
             disks: BTreeMap::new(),
-            snapshot: snapshot.map(files),
+            snapshot: snapshot.map(Path::to_owned),
+            layers: BTreeMap::new(),
         })?;
         VmClient::connect(&directory.join("control.sock"), PATIENCE)
     }
@@ -200,6 +197,10 @@ impl Guest {
         let socket = directory.join("control.sock");
         let request = CheckpointRequest { directory, disks: BTreeMap::new() };
         let reply = clone.checkpoint(request).expect("take a checkpoint");
+        // Whoever looks for the process behind the socket finds the frozen one.
+        let stream = UnixStream::connect(&socket).expect("connect");
+        let peer = rustix::net::sockopt::socket_peercred(&stream).expect("peer");
+        assert_eq!(u32::try_from(peer.pid.as_raw_nonzero().get()), Ok(reply.pid));
         (TemplateClient::new(&socket, PATIENCE), reply.pid)
     }
 
@@ -384,6 +385,7 @@ fn clones_of_a_frozen_guest_live_apart() {
             directory: directory.clone(),
             disks: BTreeMap::new(),
             snapshot: None,
+            layers: BTreeMap::new(),
         };
         let reply = template.spawn(request).expect("spawn");
         let clone = VmClient::connect(&directory.join("control.sock"), PATIENCE).expect("connect");
@@ -607,6 +609,7 @@ fn spawn_into_a_missing_directory_fails_and_the_template_lives_on() {
         directory: guest.path("nowhere"),
         disks: BTreeMap::new(),
         snapshot: None,
+        layers: BTreeMap::new(),
     };
     let error = template.spawn(request).expect_err("there is no such directory");
     assert!(matches!(error, ClientError::Refused(_)), "{error}");

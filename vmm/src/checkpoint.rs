@@ -12,9 +12,12 @@
 //! own them are forgotten, not dropped.
 
 use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::pipe::PipeFlags;
 use warren_virtio::block::{BlockDevice, ImageFile};
 use warren_virtio::transport::MmioTransport;
 use warren_vmm_api::{CheckpointReply, CheckpointRequest, CheckpointTimings};
@@ -39,7 +42,12 @@ pub struct Frozen {
     pub listener: ControlListener,
     /// Where its log goes.
     pub directory: PathBuf,
+    /// By this the clone learns that the frozen process serves.
+    pub ready: OwnedFd,
 }
+
+/// Longest that a frozen process takes to serve; a loaded host may be slow to run it.
+const READY_TIMEOUT: Timespec = Timespec { tv_sec: 30, tv_nsec: 0 };
 
 /// Where a checkpoint was taken.
 pub enum Taken {
@@ -57,10 +65,12 @@ pub enum Taken {
 pub fn take(microvm: &mut Microvm, request: CheckpointRequest) -> Result<Taken, VmmError> {
     check(microvm.parts(), &request)?;
     let listener = ControlListener::bind(&request.directory.join(CONTROL_SOCKET))?;
+    let step = || "make a pipe to the frozen process".to_owned();
+    let (serves, ready) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).step(step, "")?;
     let began = Instant::now();
     let was = microvm.pause()?;
     let stop_us = process::microseconds(began);
-    let taken = freeze_and_fork(microvm, request, listener, began);
+    let taken = freeze_and_fork(microvm, request, (listener, ready), began);
     if let Ok(Taken::Frozen(_)) = taken {
         return taken;
     }
@@ -70,9 +80,25 @@ pub fn take(microvm: &mut Microvm, request: CheckpointRequest) -> Result<Taken, 
         Taken::Clone(mut reply) => {
             reply.timings.stop_us = stop_us;
             reply.timings.pause_us = process::microseconds(began);
+            await_frozen(&serves)?;
             Ok(Taken::Clone(reply))
         }
         frozen @ Taken::Frozen(_) => Ok(frozen),
+    }
+}
+
+/// The frozen process must be the one that listens before anyone asks who does.
+fn await_frozen(serves: &OwnedFd) -> Result<(), VmmError> {
+    let step = || "wait for the frozen process".to_owned();
+    let mut waiting = [PollFd::new(serves, PollFlags::IN)];
+    let come = rustix::event::poll(&mut waiting, Some(&READY_TIMEOUT)).step(step, "")?;
+    let told = match come {
+        0 => 0,
+        _ => rustix::io::read(serves, &mut [0]).step(step, "")?,
+    };
+    match told {
+        0 => Err(VmmError::new(step(), "see vmm.log in its directory", "it does not serve")),
+        _ => Ok(()),
     }
 }
 
@@ -95,7 +121,7 @@ fn check(parts: &Parts, request: &CheckpointRequest) -> Result<(), VmmError> {
 fn freeze_and_fork(
     microvm: &mut Microvm,
     mut request: CheckpointRequest,
-    listener: ControlListener,
+    (listener, ready): (ControlListener, OwnedFd),
     began: Instant,
 ) -> Result<Taken, VmmError> {
     let stopped = process::microseconds(began);
@@ -112,7 +138,8 @@ fn freeze_and_fork(
     let pid = match side {
         Side::Child => {
             let directory = request.directory;
-            return Ok(Taken::Frozen(Box::new(Frozen { state, layers, listener, directory })));
+            let frozen = Frozen { state, layers, listener, directory, ready };
+            return Ok(Taken::Frozen(Box::new(frozen)));
         }
         Side::Parent(pid) => pid,
     };

@@ -52,6 +52,15 @@ impl ControlListener {
         Ok(stream)
     }
 
+    /// After a fork: makes this process the one that clients find behind the socket
+    /// (`SO_PEERCRED`). Connections that wait stay.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn take_over(&self) -> io::Result<()> {
+        Ok(rustix::net::listen(&self.listener, BACKLOG)?)
+    }
+
     /// Removes the socket's name; a clone never does this to its template's.
     pub fn unlink(&self) {
         if let Err(error) = std::fs::remove_file(&self.path) {
@@ -65,6 +74,9 @@ impl AsFd for ControlListener {
         self.listener.as_fd()
     }
 }
+
+/// As many connections may wait as the standard library's listeners have.
+const BACKLOG: i32 = 128;
 
 /// One line from the peer.
 #[derive(Debug)]

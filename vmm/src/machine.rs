@@ -356,25 +356,27 @@ impl DiskFiles {
     }
 }
 
-/// Opens the layers of a snapshot's disks.
-///
-/// # Errors
-/// When one is missing or empty.
-pub fn open_layers(paths: &BTreeMap<String, Vec<PathBuf>>) -> Result<Layers, VmmError> {
-    let open = |path: &PathBuf| {
-        let step = || format!("open disk layer {}", path.display());
-        ImageFile::open(path, ImageAccess::ReadOnly).step(step, "the snapshot is gone or damaged")
-    };
-    let disk = |(id, paths): (&String, &Vec<PathBuf>)| {
-        Ok((id.clone(), paths.iter().map(open).collect::<Result<_, _>>()?))
-    };
-    paths.iter().map(disk).collect()
-}
-
 impl DiskFiles {
     /// From now on the writable disks consist of these files above their bases.
     pub fn set_layers(&mut self, layers: Layers) {
         self.layers = layers;
+    }
+
+    /// Opens the layers that are named by their paths.
+    ///
+    /// # Errors
+    /// When one is missing or empty.
+    pub fn use_layers(&mut self, paths: &BTreeMap<String, Vec<PathBuf>>) -> Result<(), VmmError> {
+        for (id, paths) in paths {
+            let open = |path: &PathBuf| {
+                let step = || format!("open disk layer {}", path.display());
+                ImageFile::open(path, ImageAccess::ReadOnly)
+                    .step(step, "the snapshot is gone or damaged")
+            };
+            let files = paths.iter().map(open).collect::<Result<_, _>>()?;
+            self.layers.insert(id.clone(), files);
+        }
+        Ok(())
     }
 
     /// Every descriptor.

@@ -23,8 +23,7 @@ use std::time::Instant;
 use kvm_ioctls::Kvm;
 use serde::Serialize;
 use warren_vmm_api::{
-    Reply, SaveReply, SnapshotFiles, SpawnReply, SpawnRequest, SpawnTimings, TemplateStatus,
-    TemplateVerb,
+    Reply, SaveReply, SpawnReply, SpawnRequest, SpawnTimings, TemplateStatus, TemplateVerb,
 };
 
 use crate::arch::backend;
@@ -225,21 +224,26 @@ impl Template {
         self.is_checkpoint = true;
         self.disks.set_layers(frozen.layers);
         self.spawned = 0;
-        let mut keep = vec![self.kvm.as_raw_fd(), frozen.listener.as_fd().as_raw_fd()];
+        let mut keep = vec![
+            self.kvm.as_raw_fd(),
+            frozen.listener.as_fd().as_raw_fd(),
+            frozen.ready.as_raw_fd(),
+        ];
         keep.extend(self.disks.descriptors().map(|fd| fd.as_raw_fd()));
         // SAFETY: of this process's values only the template's own, whose descriptors are
         // all named, are used from here on: the clone's were forgotten.
         unsafe { process::close_all_but(&keep) }
             .step(|| "close the clone's descriptors".to_owned(), "")?;
         rustix::process::setsid().step(|| "start a session".to_owned(), "")?;
+        frozen.listener.take_over().step(|| "listen as the frozen process".to_owned(), "")?;
+        rustix::io::write(&frozen.ready, &[1]).step(|| "tell that it serves".to_owned(), "")?;
         Ok(frozen.listener)
     }
 
     /// Makes the moment of a snapshot this process's own, in which a clone is about to be
     /// born from it.
-    fn go_to(&mut self, snapshot: &SnapshotFiles) -> Result<(), VmmError> {
+    fn go_to(&mut self, directory: &Path) -> Result<(), VmmError> {
         const ADVICE: &str = "resume the snapshot from the template that it was taken of";
-        let directory = &snapshot.directory;
         let step = || format!("resume the snapshot in {}", directory.display());
         if self.is_checkpoint {
             return Err(VmmError::new(step(), ADVICE, "this process is a checkpoint itself"));
@@ -253,7 +257,6 @@ impl Template {
         let step = || format!("load the pages {}", path.display());
         let file = File::open(&path).step(step, "the snapshot is gone or damaged")?;
         diff.load(self.ram.memory(), &file).step(step, "the snapshot is gone or damaged")?;
-        self.disks.set_layers(machine::open_layers(&snapshot.layers)?);
         self.state = state;
         Ok(())
     }
@@ -264,9 +267,10 @@ impl Template {
         asked: Instant,
     ) -> Result<(Microvm, SpawnTimings), VmmError> {
         rustix::process::setsid().step(|| "start a session".to_owned(), "")?;
-        if let Some(snapshot) = &request.snapshot {
-            self.go_to(snapshot)?;
+        if let Some(directory) = &request.snapshot {
+            self.go_to(directory)?;
         }
+        self.disks.use_layers(&request.layers)?;
         let began = microseconds(asked);
         let vm = machine::restore_vm(&self.kvm, &self.state, self.ram.memory())?;
         let vm_us = microseconds(asked) - began;

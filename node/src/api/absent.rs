@@ -20,16 +20,8 @@ fn of_sandbox(app: &App, id: &str, what: &str) -> ApiError {
     }
 }
 
-pub async fn pause(State(app): State<Arc<App>>, Segment(id): Segment) -> ApiError {
-    of_sandbox(&app, &id, "pausing a sandbox")
-}
-
 pub async fn snapshot(State(app): State<Arc<App>>, Segment(id): Segment) -> ApiError {
     of_sandbox(&app, &id, "making a snapshot")
-}
-
-pub async fn fork(State(app): State<Arc<App>>, Segment(id): Segment) -> ApiError {
-    of_sandbox(&app, &id, "forking a sandbox")
 }
 
 pub async fn network(State(app): State<Arc<App>>, Segment(id): Segment) -> ApiError {

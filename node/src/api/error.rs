@@ -5,12 +5,12 @@ use std::time::Duration;
 use axum::Json;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::agent::AgentError;
 use crate::error::chain;
 use crate::kinds::{Blame, BuildError, KindError};
-use crate::sandboxes::{CreateError, DeadlineError};
+use crate::sandboxes::{CreateError, DeadlineError, PauseError};
 use crate::store::StoreError;
 use crate::templates::{RemoveError, TemplateError};
 
@@ -69,12 +69,20 @@ impl ApiError {
     }
 }
 
-impl IntoResponse for ApiError {
-    fn into_response(self) -> Response {
+impl ApiError {
+    /// The body that tells of it.
+    pub fn body(&self) -> Value {
         let mut body = json!({ "code": self.status.as_u16(), "message": self.message });
         if let Some(code) = self.error_code {
             body["error_code"] = json!(code);
         }
+        body
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let body = self.body();
         if self.status.is_server_error() && self.status != StatusCode::NOT_IMPLEMENTED {
             tracing::error!(status = self.status.as_u16(), reason = self.message, "request failed");
         }
@@ -135,6 +143,20 @@ impl From<CreateError> for ApiError {
     }
 }
 
+impl From<PauseError> for ApiError {
+    fn from(error: PauseError) -> Self {
+        match &error {
+            PauseError::NotFound => Self::new(StatusCode::NOT_FOUND, error.to_string()),
+            PauseError::Paused | PauseError::Ended => {
+                Self::new(StatusCode::CONFLICT, error.to_string())
+            }
+            PauseError::Kind(_) | PauseError::Store(_) => Self::internal(&error),
+            PauseError::Stopping => Self::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
+                .retry_after(Duration::from_secs(1)),
+        }
+    }
+}
+
 impl From<DeadlineError> for ApiError {
     fn from(error: DeadlineError) -> Self {
         match &error {
@@ -152,7 +174,10 @@ impl From<StoreError> for ApiError {
 
 impl From<RemoveError> for ApiError {
     fn from(error: RemoveError) -> Self {
-        Self::internal(&error)
+        match &error {
+            RemoveError::Needed(_) => Self::new(StatusCode::CONFLICT, error.to_string()),
+            RemoveError::Store(_) | RemoveError::Discard(_) => Self::internal(&error),
+        }
     }
 }
 

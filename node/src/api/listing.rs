@@ -28,8 +28,10 @@ const PAUSED: &str = "paused";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Query {
     metadata: BTreeMap<String, String>,
-    /// Whether running ones are wanted; there are no others yet.
+    /// Whether running ones are wanted.
     running: bool,
+    /// Whether paused ones are wanted.
+    paused: bool,
     template: Option<String>,
     started_after: Option<Timestamp>,
     order: Order,
@@ -72,6 +74,7 @@ impl Query {
         let mut parsed = Self {
             metadata: BTreeMap::new(),
             running: true,
+            paused: true,
             template: None,
             started_after: None,
             order: Order::Descending,
@@ -100,7 +103,8 @@ impl Query {
             let message = format!("state {unknown:?} is neither running nor paused");
             return Err(ApiError::bad_request(message));
         }
-        parsed.running = states.is_empty() || states.iter().any(|state| state == RUNNING);
+        let wants = |name: &str| states.is_empty() || states.iter().any(|state| state == name);
+        (parsed.running, parsed.paused) = (wants(RUNNING), wants(PAUSED));
         Ok(parsed)
     }
 
@@ -109,7 +113,7 @@ impl Query {
         let is_template = |wanted: &String| {
             record.template.as_str() == wanted || record.alias.as_ref() == Some(wanted)
         };
-        self.running
+        (if record.paused_at.is_some() { self.paused } else { self.running })
             && self.metadata.iter().all(has)
             && self.template.as_ref().is_none_or(is_template)
             && self.started_after.is_none_or(|after| record.started_at > after)
@@ -169,7 +173,7 @@ fn limit(text: &str) -> Result<usize, ApiError> {
 }
 
 fn records(app: &App) -> Vec<SandboxRecord> {
-    app.sandboxes.all_running().iter().map(|sandbox| sandbox.record()).collect()
+    app.sandboxes.all_lasting().iter().map(|sandbox| sandbox.record()).collect()
 }
 
 pub async fn list_v2(State(app): State<Arc<App>>, uri: Uri) -> Result<Response, ApiError> {
@@ -185,7 +189,11 @@ pub async fn list_v2(State(app): State<Arc<App>>, uri: Uri) -> Result<Response, 
 
 /// The older list: running ones, all at once.
 pub async fn list_v1(State(app): State<Arc<App>>, uri: Uri) -> Result<Response, ApiError> {
-    let query = Query { limit: usize::MAX, ..Query::parse(uri.query().unwrap_or_default())? };
+    let query = Query {
+        limit: usize::MAX,
+        paused: false,
+        ..Query::parse(uri.query().unwrap_or_default())?
+    };
     let (page, _) = query.page(records(&app));
     let views: Vec<_> = page.iter().map(|record| view::listed(&app, record)).collect();
     Ok(Json(views).into_response())
@@ -218,7 +226,11 @@ mod tests {
     fn states_may_be_listed_or_repeated() {
         assert!(Query::parse("state=running%2Cpaused").unwrap().running);
         assert!(Query::parse("state=paused&state=running").unwrap().running);
-        assert!(!Query::parse("state=paused").unwrap().running);
+        let paused = Query::parse("state=paused").unwrap();
+        assert!(!paused.running && paused.paused);
+        let asleep = SandboxRecord { paused_at: Some(Timestamp::UNIX_EPOCH), ..record("b", 1) };
+        let (page, _) = paused.page(vec![record("a", 1), asleep]);
+        assert_eq!(page.iter().map(|record| record.id.as_str()).collect::<Vec<_>>(), ["b"]);
         assert!(Query::parse("state=dead").is_err());
     }
 

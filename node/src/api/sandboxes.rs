@@ -12,7 +12,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
 use super::auth::KeyId;
@@ -21,7 +21,7 @@ use super::{ApiError, App, view};
 use crate::idempotency::{Begin, Ticket};
 use crate::lifecycle::EndCause;
 use crate::random::encode_hex;
-use crate::sandboxes::{CreateRequest, Deadline, Sandbox, Traffic};
+use crate::sandboxes::{Connected, CreateRequest, Deadline, PauseError, Sandbox, Traffic};
 
 const TIMEOUT_SECONDS_V1: i64 = 15;
 const TIMEOUT_SECONDS_V2: i64 = 300;
@@ -30,6 +30,8 @@ const ENVIRONMENT_BYTES_MAX: usize = 64 * 1024;
 /// Half of what the agent accepts as arguments and variables of one command.
 const ENVIRONMENT_VARIABLES_MAX: usize = 4096;
 const NETWORK_BYTES_MAX: usize = 64 * 1024;
+/// Children of one fork.
+const FORKS_MAX: usize = 100;
 /// Sandboxes that one request may wait for another with the same key.
 const SAME_KEY_WAITS_MAX: usize = 64;
 
@@ -159,9 +161,6 @@ fn check(
     body: NewSandbox,
     ticket: Option<Ticket>,
 ) -> Result<CreateRequest, ApiError> {
-    if body.auto_pause == Some(true) || body.auto_resume.is_some_and(|resume| resume.enabled) {
-        return Err(ApiError::not_supported("pausing a sandbox at its timeout"));
-    }
     if body.mcp.is_some_and(|mcp| !mcp.is_null()) {
         return Err(ApiError::not_supported("an MCP gateway"));
     }
@@ -209,6 +208,8 @@ fn check(
         allow_internet_access: body.allow_internet_access,
         network,
         traffic: if is_private { Traffic::WithToken } else { Traffic::Public },
+        auto_pause: body.auto_pause == Some(true),
+        auto_resume: body.auto_resume.is_some_and(|resume| resume.enabled),
         ticket,
     })
 }
@@ -260,8 +261,13 @@ pub fn running(app: &App, id: &str) -> Result<Arc<Sandbox>, ApiError> {
     app.sandboxes.running(id).ok_or_else(|| ApiError::no_sandbox(id))
 }
 
+/// One that runs or is paused.
+pub fn lasting(app: &App, id: &str) -> Result<Arc<Sandbox>, ApiError> {
+    app.sandboxes.lasting(id).ok_or_else(|| ApiError::no_sandbox(id))
+}
+
 pub async fn detail(State(app): State<Arc<App>>, Segment(id): Segment) -> Reply {
-    let sandbox = running(&app, &id)?;
+    let sandbox = lasting(&app, &id)?;
     Ok(Json(sandbox.with_record(|record| view::detail(&app, record))).into_response())
 }
 
@@ -312,17 +318,84 @@ pub async fn connect_v2(
     connect(&app, &id, body.timeout.unwrap_or(TIMEOUT_SECONDS_V2)).await
 }
 
-/// A running sandbox's deadline is only ever moved later.
+/// A running sandbox's deadline is only ever moved later; a paused one is resumed.
 async fn connect(app: &App, id: &str, timeout: i64) -> Reply {
     let timeout = seconds(app, timeout)?;
-    let sandbox = running(app, id)?;
-    app.sandboxes.set_deadline(&sandbox, timeout, Deadline::Extend).await?;
-    Ok(Json(sandbox.with_record(|record| view::sandbox(app, record))).into_response())
+    let connected = app.sandboxes.connect(id, timeout).await;
+    let (status, sandbox) = match connected.ok_or_else(|| ApiError::no_sandbox(id))?? {
+        Connected::Running(sandbox) => {
+            app.sandboxes.set_deadline(&sandbox, timeout, Deadline::Extend).await?;
+            (StatusCode::OK, sandbox)
+        }
+        Connected::Resumed(sandbox) => (StatusCode::CREATED, sandbox),
+    };
+    Ok((status, Json(sandbox.with_record(|record| view::sandbox(app, record)))).into_response())
 }
 
 /// The route of older clients, for paused sandboxes only.
-pub async fn resume(State(app): State<Arc<App>>, Segment(id): Segment) -> Reply {
-    running(&app, &id)?;
-    let id = crate::ids::shorten(&id);
-    Err(ApiError::new(StatusCode::CONFLICT, format!("sandbox \"{id}\" is already running")))
+pub async fn resume(
+    State(app): State<Arc<App>>,
+    Segment(id): Segment,
+    JsonBody(body): JsonBody<Connect>,
+) -> Reply {
+    if app.sandboxes.running(&id).is_some() {
+        let id = crate::ids::shorten(&id);
+        let message = format!("sandbox \"{id}\" is already running");
+        return Err(ApiError::new(StatusCode::CONFLICT, message));
+    }
+    connect(&app, &id, body.timeout.unwrap_or(TIMEOUT_SECONDS_V1)).await
+}
+
+/// Body of pause.
+#[derive(Debug, Deserialize)]
+pub struct Pause {
+    memory: Option<bool>,
+}
+
+pub async fn pause(
+    State(app): State<Arc<App>>,
+    Segment(id): Segment,
+    JsonBody(body): JsonBody<Pause>,
+) -> Reply {
+    if body.memory == Some(false) {
+        return Err(ApiError::not_supported("a pause that keeps the files only"));
+    }
+    app.sandboxes.pause(&id).await.map_err(|error| match error {
+        PauseError::NotFound => ApiError::no_sandbox(&id),
+        other => ApiError::from(other),
+    })?;
+    Ok(StatusCode::NO_CONTENT.into_response())
+}
+
+/// Body of fork.
+#[derive(Debug, Deserialize)]
+pub struct Fork {
+    timeout: Option<i64>,
+    count: Option<usize>,
+}
+
+/// One outcome for each child; the parent runs on.
+pub async fn fork(
+    State(app): State<Arc<App>>,
+    Segment(id): Segment,
+    JsonBody(body): JsonBody<Fork>,
+) -> Reply {
+    let timeout = seconds(&app, body.timeout.unwrap_or(TIMEOUT_SECONDS_V2))?;
+    let count = body.count.unwrap_or(1);
+    if !(1..=FORKS_MAX).contains(&count) {
+        let message = format!("count {count} is not a number from 1 to {FORKS_MAX}");
+        return Err(ApiError::bad_request(message));
+    }
+    let parent = running(&app, &id)?;
+    let outcomes = app.sandboxes.fork(&parent, count, timeout).await?;
+    let views: Vec<Value> = outcomes
+        .into_iter()
+        .map(|outcome| match outcome {
+            Ok(child) => {
+                json!({ "sandbox": child.with_record(|record| view::sandbox(&app, record)) })
+            }
+            Err(error) => json!({ "error": ApiError::from(error).body() }),
+        })
+        .collect();
+    Ok((StatusCode::CREATED, Json(views)).into_response())
 }

@@ -10,6 +10,8 @@ use serde_json::{Value, json};
 
 use super::extract::Segment;
 use super::{ApiError, App, view};
+use crate::sandboxes::Sandbox;
+use crate::templates::RemoveError;
 
 pub async fn list(State(app): State<Arc<App>>) -> Response {
     let views: Vec<Value> = app
@@ -65,6 +67,15 @@ pub async fn remove(
     State(app): State<Arc<App>>,
     Segment(name): Segment,
 ) -> Result<Response, ApiError> {
+    if let Some((record, _)) = app.templates.resolve(&name) {
+        let of_template = |sandbox: &&Arc<Sandbox>| {
+            sandbox.with_record(|known| known.paused_at.is_some() && known.template == record.name)
+        };
+        let needing = app.sandboxes.all_lasting().iter().filter(of_template).count();
+        if needing > 0 {
+            return Err(RemoveError::Needed(needing).into());
+        }
+    }
     if app.templates.remove(&name).await? {
         Ok(StatusCode::NO_CONTENT.into_response())
     } else {

@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::extract::{Params, Segment};
-use super::sandboxes::running;
+use super::sandboxes::{lasting, running};
 use super::{ApiError, App, view};
 use crate::error::chain;
 
@@ -38,7 +38,7 @@ pub async fn metrics(
     Segment(id): Segment,
     Params(range): Params<Range>,
 ) -> Result<Response, ApiError> {
-    let sandbox = running(&app, &id)?;
+    let sandbox = lasting(&app, &id)?;
     let time = |second: i64| {
         Timestamp::from_second(second).map_err(|_| {
             ApiError::bad_request(format!("{second} is no time in seconds since 1970"))

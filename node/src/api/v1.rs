@@ -29,6 +29,7 @@ pub async fn node(State(app): State<Arc<App>>) -> Response {
         "uptimeSeconds": Timestamp::now().duration_since(app.started_at).as_secs(),
         "sandboxes": {
             "running": running,
+            "paused": app.sandboxes.paused(),
             "inTransition": app.sandboxes.count().saturating_sub(running),
             "max": limits.sandboxes_max,
         },

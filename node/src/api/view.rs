@@ -78,7 +78,7 @@ pub fn listed(app: &App, record: &SandboxRecord) -> ListedView {
         cpu_count: record.vcpus,
         memory_mb: record.memory_mib,
         disk_size_mb: record.disk_mib,
-        state: "running",
+        state: if record.paused_at.is_some() { "paused" } else { "running" },
         metadata: record.metadata.clone(),
     }
 }
@@ -88,7 +88,13 @@ pub fn detail(app: &App, record: &SandboxRecord) -> Value {
     let mut view = json!(listed(app, record));
     view["envdAccessToken"] = json!(record.envd_access_token);
     view["domain"] = json!(app.config.domain);
-    view["lifecycle"] = json!({ "autoResume": false, "onTimeout": "kill" });
+    view["lifecycle"] = json!({
+        "autoResume": record.auto_resume,
+        "onTimeout": if record.auto_pause { "pause" } else { "kill" },
+    });
+    if record.paused_at.is_some() {
+        view["pauseMode"] = json!("full");
+    }
     if let Some(allowed) = record.allow_internet_access {
         view["allowInternetAccess"] = json!(allowed);
     }

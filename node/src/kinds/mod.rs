@@ -95,6 +95,25 @@ pub struct Birth {
     pub template: TemplateName,
 }
 
+/// What came of a fork: for each child, in order.
+pub type Children = Result<Vec<Result<Arc<dyn Instance>, KindError>>, KindError>;
+
+/// What the store says of a sandbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recorded {
+    Running,
+    Paused,
+}
+
+/// What the host has of a sandbox. A pause or a resume that was under way when a daemon
+/// was killed counts as not begun, unless there is no process any more.
+#[derive(Debug)]
+pub enum Found {
+    Running(Arc<dyn Instance>),
+    Paused,
+    Nothing,
+}
+
 /// A template to be made.
 #[derive(Debug, Clone)]
 pub struct BuildPlan {
@@ -164,8 +183,27 @@ pub trait Kind: Send + Sync {
     /// [`Kind::clean`].
     fn create(&self, birth: Birth) -> BoxFuture<'_, Result<Arc<dyn Instance>, KindError>>;
 
-    /// Finds a sandbox that lived before the daemon started. `None`: it has no process.
-    fn adopt(&self, id: SandboxId) -> BoxFuture<'_, Result<Option<Arc<dyn Instance>>, KindError>>;
+    /// Puts a running sandbox on disk; its processes are gone when this returns. On
+    /// failure it runs on, unless [`Instance::ended`] says otherwise.
+    fn pause(&self, id: SandboxId) -> BoxFuture<'_, Result<(), KindError>>;
+
+    /// Brings a paused sandbox back. On failure it stays paused; then
+    /// [`Kind::give_up_resume`] is called.
+    fn resume(&self, birth: Birth) -> BoxFuture<'_, Result<Arc<dyn Instance>, KindError>>;
+
+    /// A resumed sandbox is recorded as running: what was kept of the pause may go.
+    fn resumed(&self, id: SandboxId) -> BoxFuture<'_, Result<(), KindError>>;
+
+    /// Ends whatever a failed resume has started. The sandbox stays paused. Idempotent.
+    fn give_up_resume(&self, id: SandboxId) -> BoxFuture<'_, Result<(), KindError>>;
+
+    /// Children of a running sandbox, each with memory, processes and disk as they are
+    /// now. Fails as a whole, or for single children, of which files may be left for
+    /// [`Kind::clean`]. The parent runs on.
+    fn fork(&self, parent: SandboxId, children: Vec<SandboxId>) -> BoxFuture<'_, Children>;
+
+    /// Finds a sandbox that was there before the daemon started.
+    fn adopt(&self, id: SandboxId, recorded: Recorded) -> BoxFuture<'_, Result<Found, KindError>>;
 
     /// Called after the last adoption, before the first create. Ends processes that
     /// belong to none of the `known` sandboxes and cannot be named, and returns the

@@ -6,6 +6,7 @@
 //! clients is reset.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::body::Body;
 use http::{Method, Request, Response, StatusCode, Uri, header};
@@ -21,7 +22,7 @@ use super::signature::{Operation, SignedLink};
 use crate::agent::ChannelError;
 use crate::error::chain;
 use crate::kinds::GuestPort;
-use crate::sandboxes::{Sandbox, Sandboxes};
+use crate::sandboxes::{Connected, Sandbox, Sandboxes};
 use crate::server::Reset;
 
 const TRAFFIC_TOKEN_HEADER: &str = "e2b-traffic-access-token";
@@ -40,11 +41,14 @@ pub async fn handle(
 ) -> Response<Body> {
     let (target, sandbox) = match route {
         Route::Sandbox(target) => {
-            let Some(sandbox) = sandboxes.running(target.id.as_str()) else {
-                sandboxes.metrics().proxied("not_found");
-                return reply::not_found(target.id.as_str());
-            };
-            (target, sandbox)
+            let wake_for = wake_time(sandboxes, &target, &request);
+            match awake(sandboxes, target.id.as_str(), wake_for).await {
+                Some(sandbox) => (target, sandbox),
+                None => {
+                    sandboxes.metrics().proxied("not_found");
+                    return reply::not_found(target.id.as_str());
+                }
+            }
         }
         Route::SignedFile(link) => match find_by_signature(sandboxes, &link, request.method()) {
             Some(sandbox) => {
@@ -83,6 +87,32 @@ pub async fn handle(
             response
         }
     }
+}
+
+/// A running sandbox; one that is paused and asked for it is resumed.
+async fn awake(
+    sandboxes: &Sandboxes,
+    id: &str,
+    wake_for: Option<Duration>,
+) -> Option<Arc<Sandbox>> {
+    if let Some(sandbox) = sandboxes.running(id) {
+        return Some(sandbox);
+    }
+    match sandboxes.connect(id, wake_for?).await? {
+        Ok(Connected::Running(sandbox) | Connected::Resumed(sandbox)) => Some(sandbox),
+        Err(error) => {
+            tracing::error!(sandbox_id = id, error = %chain(&error), "not resumed for a request");
+            None
+        }
+    }
+}
+
+/// For how long a request would wake a paused sandbox; one that is refused wakes none.
+fn wake_time(sandboxes: &Sandboxes, target: &Target, request: &Request<Body>) -> Option<Duration> {
+    let sandbox = sandboxes.lasting(target.id.as_str())?;
+    let seconds =
+        sandbox.with_record(|record| record.auto_resume.then_some(record.timeout_seconds))?;
+    refuse(&sandbox, target, request).is_none().then(|| Duration::from_secs(seconds))
 }
 
 fn find_by_signature(

@@ -3,21 +3,23 @@
 //! | record | process | then |
 //! |---|---|---|
 //! | yes | yes | adopted; ends at once if its time is over |
+//! | paused | any | a process of an unanswered resume is ended; stays paused |
+//! | yes | no, but a snapshot | paused: the daemon was killed at the end of a pause |
 //! | yes | no | removed: it ended while no daemon ran |
 //! | no | yes | stopped: its create was never answered, or its kill had begun |
 //! | no | no, but files | files removed |
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use futures_util::StreamExt;
 use futures_util::stream;
+use jiff::Timestamp;
 
-use super::sandbox::Live;
 use super::{Phase, Sandbox, Sandboxes};
-use crate::agent::Channels;
 use crate::error::chain;
 use crate::ids::{SandboxId, TemplateName};
-use crate::kinds::{Kind, KindError};
+use crate::kinds::{Found, Kind, KindError, Recorded};
 use crate::store::{Change, SandboxRecord};
 
 /// Sandboxes looked at at once.
@@ -59,23 +61,36 @@ impl Sandboxes {
             tracing::error!(sandbox_id = %id, kind = %record.kind, "kind is not available here");
             return;
         };
-        match kind.adopt(id.clone()).await {
-            Ok(Some(instance)) => {
+        let recorded = match record.paused_at {
+            Some(_) => Recorded::Paused,
+            None => Recorded::Running,
+        };
+        match kind.adopt(id.clone(), recorded).await {
+            Ok(Found::Running(instance)) => {
                 let end_at = record.end_at;
                 let sandbox = Arc::new(Sandbox::new(record, Phase::Running));
-                let channels = Channels::new(
-                    Arc::clone(&instance),
-                    sandbox.over().clone(),
-                    self.0.background.clone(),
-                );
-                sandbox.set_live(Live { instance, channels });
+                sandbox.set_live(self.live(&sandbox, instance));
                 self.insert(&sandbox);
                 self.0.deadlines.set(&id, None, end_at);
                 self.watch(&sandbox);
                 self.0.metrics.adopted();
                 tracing::debug!(sandbox_id = %id, %end_at, "sandbox adopted");
             }
-            Ok(None) => {
+            Ok(Found::Paused) => {
+                let mut record = record;
+                if record.paused_at.is_none() {
+                    // The daemon was killed between the end of its process and the record.
+                    record.paused_at = Some(Timestamp::now());
+                    let change = Change::PutSandbox(Box::new(record.clone()));
+                    if let Err(error) = self.commit(vec![change]).await {
+                        tracing::warn!(sandbox_id = %id, %error, "record not stored");
+                    }
+                }
+                self.0.paused.fetch_add(1, Ordering::Relaxed);
+                self.insert(&Arc::new(Sandbox::new(record, Phase::Paused)));
+                tracing::debug!(sandbox_id = %id, "paused sandbox found");
+            }
+            Ok(Found::Nothing) => {
                 tracing::warn!(sandbox_id = %id, "sandbox ended while no daemon ran");
                 clean_stray(kind.as_ref(), id.clone()).await;
                 if let Err(error) = self.commit(vec![Change::RemoveSandbox(id.clone())]).await {

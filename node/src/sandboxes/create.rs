@@ -21,7 +21,7 @@ use super::{Sandbox, Sandboxes, deadline};
 use crate::admission::AdmissionError;
 use crate::agent::{self, AgentError, Channels, Identity, InitRequest};
 use crate::idempotency::Ticket;
-use crate::ids::SandboxId;
+use crate::ids::{SandboxId, TemplateName};
 use crate::kinds::{Birth, Instance, Kind, KindError};
 use crate::lifecycle::{EndCause, Event};
 use crate::metrics::CreateOutcome;
@@ -47,6 +47,10 @@ pub struct CreateRequest {
     pub allow_internet_access: Option<bool>,
     pub network: Option<serde_json::Value>,
     pub traffic: Traffic,
+    /// Paused and not killed when its time is over.
+    pub auto_pause: bool,
+    /// Resumed by a request to one of its ports.
+    pub auto_resume: bool,
     /// Remembers the outcome under the client's idempotency key.
     pub ticket: Option<Ticket>,
 }
@@ -146,15 +150,38 @@ impl Sandboxes {
             ))))),
             Some(kind) => self.bring_up(sandbox, template, timeout, ticket, kind.as_ref()).await,
         };
-        let undone = match outcome {
-            Ok(()) => return Ok(()),
-            Err(undone) => undone,
-        };
-        let cleanup = self.undo(sandbox, template, &undone).await;
+        match outcome {
+            Ok(()) => Ok(()),
+            Err(undone) => Err(self.fail(sandbox, undone).await),
+        }
+    }
+
+    /// Removes a sandbox that could not be made.
+    async fn fail(&self, sandbox: &Arc<Sandbox>, undone: Undone) -> CreateError {
+        let cleanup = self.undo(sandbox, &undone).await;
         self.forget(sandbox);
         // Refused only if the sandbox is over already, which it cannot be before this.
         let _ = sandbox.advance(Event::CreateFailed);
-        Err(undone.failure.into_error(template, cleanup))
+        let template = sandbox.with_record(|record| record.template.clone());
+        undone.failure.into_error(&template, cleanup)
+    }
+
+    /// Lets a child that a fork has made begin its own life.
+    pub(super) async fn settle_child(
+        &self,
+        child: &Arc<Sandbox>,
+        born: Result<Arc<dyn Instance>, KindError>,
+        fork_index: u32,
+        timeout: Duration,
+    ) -> Result<Arc<Sandbox>, CreateError> {
+        let outcome = match born {
+            Ok(instance) => self.settle_in(child, instance, None, fork_index, timeout, None).await,
+            Err(error) => Err(Undone::files(Failure::Birth(error))),
+        };
+        match outcome {
+            Ok(()) => Ok(Arc::clone(child)),
+            Err(undone) => Err(self.fail(child, undone).await),
+        }
     }
 
     async fn bring_up(
@@ -171,10 +198,31 @@ impl Sandboxes {
         // Not given up half-way: a birth under way could not be found again.
         let instance =
             kind.create(birth).await.map_err(|error| Undone::files(Failure::Birth(error)))?;
-        let born_ms = begin.elapsed().as_millis();
-        let channels =
-            Channels::new(Arc::clone(&instance), sandbox.over().clone(), self.0.background.clone());
-        sandbox.set_live(Live { instance: Arc::clone(&instance), channels: channels.clone() });
+        tracing::debug!(sandbox_id = %sandbox.id(), born_ms = begin.elapsed().as_millis(), "born");
+        self.settle_in(sandbox, instance, Some(birth_place), 0, timeout, ticket).await
+    }
+
+    /// The way to a guest that runs.
+    pub(super) fn live(&self, sandbox: &Sandbox, instance: Arc<dyn Instance>) -> Live {
+        let over = sandbox.over().clone();
+        let channels = Channels::new(Arc::clone(&instance), over, self.0.background.clone());
+        Live { instance, channels }
+    }
+
+    /// From a process that runs to a sandbox that serves.
+    pub(super) async fn settle_in(
+        &self,
+        sandbox: &Arc<Sandbox>,
+        instance: Arc<dyn Instance>,
+        birth_place: Option<SemaphorePermit<'_>>,
+        fork_index: u32,
+        timeout: Duration,
+        ticket: Option<Ticket>,
+    ) -> Result<(), Undone> {
+        let begin = Instant::now();
+        let live = self.live(sandbox, Arc::clone(&instance));
+        let channels = live.channels.clone();
+        sandbox.set_live(live);
         let born = |failure| Undone { failure, instance: Some(Arc::clone(&instance)), files: true };
 
         tokio::select! {
@@ -185,7 +233,7 @@ impl Sandboxes {
                 let source = AgentError::Connect(std::io::ErrorKind::ConnectionReset.into());
                 return Err(born(Failure::Init(source, console)));
             }
-            outcome = introduce(sandbox, &channels) => if let Err(error) = outcome {
+            outcome = introduce(sandbox, &channels, fork_index) => if let Err(error) = outcome {
                 let console = console_tail(instance.as_ref()).await;
                 return Err(born(Failure::Init(error, console)));
             },
@@ -194,8 +242,13 @@ impl Sandboxes {
         drop(birth_place);
         let introduced_ms = begin.elapsed().as_millis();
 
-        let started_at = Timestamp::now();
-        let end_at = deadline(started_at, timeout);
+        let now = Timestamp::now();
+        let end_at = deadline(now, timeout);
+        // A resumed sandbox is as old as it was.
+        let started_at = sandbox.with_record(|record| match record.paused_at {
+            Some(_) => record.started_at,
+            None => now,
+        });
         sandbox.set_times(started_at, end_at);
         let record = sandbox.record();
         let mut batch = Vec::new();
@@ -211,13 +264,15 @@ impl Sandboxes {
         if let Some(ticket) = ticket {
             ticket.complete(record);
         }
-        tracing::debug!(sandbox_id = %sandbox.id(), template = %template.name, %end_at, born_ms,
-            introduced_ms, stored_ms = begin.elapsed().as_millis(), "sandbox runs");
+        tracing::debug!(sandbox_id = %sandbox.id(), %end_at, introduced_ms, stored_ms = begin.elapsed().as_millis(), "sandbox runs");
         Ok(())
     }
 
     /// Waits for its turn to be born.
-    async fn birth_place(&self, sandbox: &Sandbox) -> Result<SemaphorePermit<'_>, Failure> {
+    pub(super) async fn birth_place(
+        &self,
+        sandbox: &Sandbox,
+    ) -> Result<SemaphorePermit<'_>, Failure> {
         tokio::select! {
             biased;
             () = sandbox.ending() => Err(Failure::Ended),
@@ -234,17 +289,12 @@ impl Sandboxes {
     }
 
     /// Removes what a failed create has made.
-    async fn undo(
-        &self,
-        sandbox: &Arc<Sandbox>,
-        template: &TemplateRecord,
-        undone: &Undone,
-    ) -> Option<KindError> {
+    async fn undo(&self, sandbox: &Arc<Sandbox>, undone: &Undone) -> Option<KindError> {
         sandbox.over().cancel();
         if !undone.files {
             return None;
         }
-        let kind = self.kind(template.kind)?;
+        let kind = self.kind(sandbox.with_record(|record| record.kind))?;
         let cleanup =
             super::end::remove(kind.as_ref(), sandbox.id(), undone.instance.as_deref()).await;
         if matches!(undone.failure, Failure::Ended | Failure::Store(_)) {
@@ -258,13 +308,14 @@ impl Sandboxes {
 }
 
 /// A create that stopped, and what it had made.
-struct Undone {
-    failure: Failure,
+pub(super) struct Undone {
+    pub(super) failure: Failure,
     instance: Option<Arc<dyn Instance>>,
     files: bool,
 }
 
-enum Failure {
+pub(super) enum Failure {
+    Admission(AdmissionError),
     Birth(KindError),
     Init(AgentError, String),
     Store(StoreError),
@@ -272,20 +323,25 @@ enum Failure {
 }
 
 impl Undone {
-    fn nothing(failure: Failure) -> Self {
+    pub(super) fn nothing(failure: Failure) -> Self {
         Self { failure, instance: None, files: false }
     }
 
-    fn files(failure: Failure) -> Self {
+    pub(super) fn files(failure: Failure) -> Self {
         Self { failure, instance: None, files: true }
     }
 }
 
 impl Failure {
-    fn into_error(self, template: &TemplateRecord, cleanup: Option<KindError>) -> CreateError {
+    pub(super) fn into_error(
+        self,
+        template: &TemplateName,
+        cleanup: Option<KindError>,
+    ) -> CreateError {
         match self {
+            Self::Admission(error) => CreateError::Admission(error),
             Self::Birth(source) => {
-                CreateError::Birth { template: template.name.to_string(), source, cleanup }
+                CreateError::Birth { template: template.to_string(), source, cleanup }
             }
             Self::Init(source, console) => CreateError::Init { source, console, cleanup },
             Self::Store(source) => CreateError::Store { source, cleanup },
@@ -295,7 +351,11 @@ impl Failure {
 }
 
 /// The agent's acknowledgement of its identity.
-async fn introduce(sandbox: &Sandbox, channels: &Channels) -> Result<(), AgentError> {
+async fn introduce(
+    sandbox: &Sandbox,
+    channels: &Channels,
+    fork_index: u32,
+) -> Result<(), AgentError> {
     let record = sandbox.record();
     let id = sandbox.id().as_str();
     agent::initialise(
@@ -311,7 +371,7 @@ async fn introduce(sandbox: &Sandbox, channels: &Channels) -> Result<(), AgentEr
                 hostname: id,
                 machine_id: random::hex::<16>(),
                 boot_id: random::uuid(),
-                fork_index: 0,
+                fork_index,
                 seed: random::hex::<32>(),
                 entropy: STANDARD.encode(random::bytes::<64>()),
             },
@@ -323,6 +383,17 @@ async fn introduce(sandbox: &Sandbox, channels: &Channels) -> Result<(), AgentEr
 async fn console_tail(instance: &dyn Instance) -> String {
     let bytes = instance.console(2048).await.unwrap_or_default();
     String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// The record of a child of the sandbox that this one is of.
+pub(super) fn child_record(id: SandboxId, parent: &SandboxRecord) -> SandboxRecord {
+    let token = || random::hex::<TOKEN_BYTES>();
+    SandboxRecord {
+        id,
+        envd_access_token: token(),
+        traffic_access_token: parent.traffic_access_token.as_ref().map(|_| token()),
+        ..parent.clone()
+    }
 }
 
 fn record(id: SandboxId, request: &CreateRequest) -> SandboxRecord {
@@ -337,6 +408,10 @@ fn record(id: SandboxId, request: &CreateRequest) -> SandboxRecord {
         key_id: request.key_id.clone(),
         started_at: now,
         end_at: now,
+        paused_at: None,
+        auto_pause: request.auto_pause,
+        auto_resume: request.auto_resume,
+        timeout_seconds: request.timeout.as_secs(),
         metadata: request.metadata.clone(),
         environment: request.environment.clone(),
         envd_access_token: token(),

@@ -5,6 +5,7 @@
 //! record is removed from the store.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::{Phase, Sandbox, Sandboxes};
@@ -30,13 +31,19 @@ pub enum Ended {
 impl Sandboxes {
     /// Ends a sandbox and waits until nothing of it is left. `false`: there was none.
     pub async fn kill(&self, id: &str, cause: EndCause) -> bool {
-        let Some(sandbox) = self.find(id) else { return false };
-        match self.end(&sandbox, cause) {
-            Ended::Ending => {
-                sandbox.gone().await;
-                true
+        loop {
+            let Some(sandbox) = self.find(id) else { return false };
+            match self.end(&sandbox, cause) {
+                Ended::Ending => {
+                    sandbox.gone().await;
+                    return true;
+                }
+                // In a moment the table has what took its place.
+                Ended::Gone if sandbox.phase() == Phase::Replaced => {
+                    tokio::task::yield_now().await;
+                }
+                Ended::Gone => return false,
             }
-            Ended::Gone => false,
         }
     }
 
@@ -66,19 +73,24 @@ impl Sandboxes {
     pub fn end(&self, sandbox: &Arc<Sandbox>, cause: EndCause) -> Ended {
         match sandbox.advance(Event::End(cause)) {
             Err(_) => Ended::Gone,
-            Ok(Phase::Running) => {
+            Ok(before @ (Phase::Running | Phase::Paused)) => {
+                if before == Phase::Paused {
+                    self.0.paused.fetch_sub(1, Ordering::Relaxed);
+                }
                 sandbox.over().cancel();
                 let this = self.clone();
                 let sandbox = Arc::clone(sandbox);
                 self.0.work.spawn(async move { this.finish(&sandbox, cause).await });
                 Ended::Ending
             }
-            Ok(Phase::Creating) => {
-                // The task that creates it removes it.
+            Ok(Phase::Creating | Phase::Pausing) => {
+                // The task that creates or pauses it removes it.
                 sandbox.over().cancel();
                 Ended::Ending
             }
-            Ok(Phase::Killing(_) | Phase::Gone(_) | Phase::Failed) => Ended::Ending,
+            Ok(Phase::Killing(_) | Phase::Gone(_) | Phase::Failed | Phase::Replaced) => {
+                Ended::Ending
+            }
         }
     }
 
@@ -90,12 +102,14 @@ impl Sandboxes {
         let sandbox = Arc::clone(sandbox);
         self.0.background.spawn(async move {
             tokio::select! {
+                biased;
+                // A pause ends the process too, and first this.
+                () = sandbox.ending() => {}
                 () = ended => {
                     if this.end(&sandbox, EndCause::Died) == Ended::Ending {
                         tracing::warn!(sandbox_id = %sandbox.id(), "process of a sandbox ended");
                     }
                 }
-                () = sandbox.ending() => {}
             }
         });
     }
@@ -104,14 +118,18 @@ impl Sandboxes {
     pub async fn enforce_deadlines(&self) {
         loop {
             for id in self.0.deadlines.expired().await {
-                if let Some(sandbox) = self.find(id.as_str()) {
+                let Some(sandbox) = self.find(id.as_str()) else { continue };
+                if sandbox.with_record(|record| record.auto_pause) {
+                    let this = self.clone();
+                    self.0.background.spawn(async move { this.pause_or_end(&sandbox).await });
+                } else {
                     self.end(&sandbox, EndCause::Timeout);
                 }
             }
         }
     }
 
-    async fn finish(&self, sandbox: &Arc<Sandbox>, cause: EndCause) {
+    pub(super) async fn finish(&self, sandbox: &Arc<Sandbox>, cause: EndCause) {
         let begin = std::time::Instant::now();
         let (removed, ()) =
             tokio::join!(self.remove_from_host(sandbox), self.remove_record(sandbox));

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `create.rs` | creating → running, or failed |
 //! | `end.rs` | killing → gone |
+//! | `pause.rs` | running → paused → running, and forks |
 //! | `deadlines.rs` | when time is over |
 //! | `adopt.rs` | finding them again after a start |
 //! | `usage.rs` | what they use |
@@ -15,10 +16,12 @@ mod adopt;
 mod create;
 mod deadlines;
 mod end;
+mod pause;
 mod sandbox;
 mod usage;
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -29,6 +32,7 @@ use tokio_util::task::TaskTracker;
 pub use self::adopt::AdoptError;
 pub use self::create::{CreateError, CreateRequest, Traffic};
 use self::deadlines::Deadlines;
+pub use self::pause::{Connected, PauseError};
 pub use self::sandbox::Sandbox;
 pub use self::usage::Sample;
 use crate::admission::{self, AdmissionError, Limits, Load};
@@ -56,6 +60,8 @@ struct Shared {
     work: TaskTracker,
     background: TaskTracker,
     table: Mutex<HashMap<SandboxId, Arc<Sandbox>>>,
+    /// Sandboxes of the table that are paused: they take no place.
+    paused: AtomicUsize,
     deadlines: Deadlines,
     memory: Mutex<Option<(Instant, Memory)>>,
     /// Places for births under way, each of which takes a processor for a while.
@@ -111,6 +117,7 @@ impl Sandboxes {
             work: parts.work,
             background: parts.background,
             table: Mutex::default(),
+            paused: AtomicUsize::new(0),
             deadlines: Deadlines::default(),
             memory: Mutex::default(),
             births: Semaphore::new(births_max()),
@@ -128,9 +135,28 @@ impl Sandboxes {
         table.values().filter(|sandbox| sandbox.phase() == Phase::Running).cloned().collect()
     }
 
-    /// Sandboxes alive or in transition.
+    /// All running and paused sandboxes, in no order.
+    pub fn all_lasting(&self) -> Vec<Arc<Sandbox>> {
+        let lasts = |sandbox: &&Arc<Sandbox>| {
+            matches!(sandbox.phase(), Phase::Running | Phase::Pausing | Phase::Paused)
+        };
+        self.table().values().filter(lasts).cloned().collect()
+    }
+
+    /// A running sandbox, or one that is or is being paused.
+    pub fn lasting(&self, id: &str) -> Option<Arc<Sandbox>> {
+        self.find(id).filter(|sandbox| {
+            matches!(sandbox.phase(), Phase::Running | Phase::Pausing | Phase::Paused)
+        })
+    }
+
+    /// Sandboxes alive or in transition; paused ones do not count.
     pub fn count(&self) -> usize {
-        self.table().len()
+        self.table().len().saturating_sub(self.paused())
+    }
+
+    pub fn paused(&self) -> usize {
+        self.0.paused.load(Ordering::Relaxed)
     }
 
     pub fn limits(&self) -> Limits {
@@ -203,13 +229,21 @@ impl Sandboxes {
         let sandbox = Arc::new(Sandbox::new(record, Phase::Creating));
         let count = {
             let mut table = self.table();
-            let load = Load { sandboxes: table.len(), memory_available_bytes };
+            let sandboxes = table.len().saturating_sub(self.paused());
+            let load = Load { sandboxes, memory_available_bytes };
             admission::admit(self.0.limits, load)?;
             table.insert(sandbox.id().clone(), Arc::clone(&sandbox));
             table.len()
         };
         self.0.metrics.sandboxes(count);
         Ok(sandbox)
+    }
+
+    /// Whether there is room for a sandbox that has its place in the table already.
+    fn admit_one(&self) -> Result<(), AdmissionError> {
+        let sandboxes = self.count().saturating_sub(1);
+        let memory_available_bytes = self.memory().available;
+        admission::admit(self.0.limits, Load { sandboxes, memory_available_bytes })
     }
 
     fn insert(&self, sandbox: &Arc<Sandbox>) {

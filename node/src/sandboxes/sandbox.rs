@@ -19,12 +19,14 @@ pub struct Sandbox {
     id: SandboxId,
     record: Mutex<SandboxRecord>,
     phase: watch::Sender<Phase>,
-    /// Cancelled as soon as it begins to end: streams break, waiting stops.
+    /// Cancelled as soon as it begins to end or to pause: streams break, waiting stops.
     over: CancellationToken,
     live: OnceLock<Live>,
     /// Held while the record is written or removed, so that the store sees the
     /// changes in order.
     pub(super) saving: tokio::sync::Mutex<()>,
+    /// Held while a checkpoint of it is taken.
+    pub(super) forking: tokio::sync::Mutex<()>,
     pub(super) usage: Usage,
 }
 
@@ -44,6 +46,7 @@ impl Sandbox {
             over: CancellationToken::new(),
             live: OnceLock::new(),
             saving: tokio::sync::Mutex::new(()),
+            forking: tokio::sync::Mutex::new(()),
             usage: Usage::default(),
         }
     }
@@ -66,6 +69,11 @@ impl Sandbox {
         let mut record = self.record.lock().unwrap_or_else(PoisonError::into_inner);
         record.started_at = started_at;
         record.end_at = end_at;
+        record.paused_at = None;
+    }
+
+    pub(super) fn set_record(&self, record: SandboxRecord) {
+        *self.record.lock().unwrap_or_else(PoisonError::into_inner) = record;
     }
 
     pub fn phase(&self) -> Phase {
@@ -100,6 +108,12 @@ impl Sandbox {
     pub async fn gone(&self) {
         // The sender lives as long as `self`.
         let _ = self.phase.subscribe().wait_for(|phase| phase.is_over()).await;
+    }
+
+    /// Resolves when nothing is under way with the sandbox.
+    pub async fn settled(&self) {
+        // The sender lives as long as `self`.
+        let _ = self.phase.subscribe().wait_for(|phase| !phase.is_passing()).await;
     }
 
     /// Resolves when the sandbox begins to end.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Timestamp};
 
-use super::Sandbox;
+use super::{Phase, Sandbox};
 use crate::agent::{self, AgentError, AgentMetrics};
 
 /// Clients expect samples about this far apart.
@@ -87,7 +87,9 @@ impl Sandbox {
     }
 
     async fn sample(&self) -> Result<(), AgentError> {
-        let Some(live) = self.live() else { return Ok(()) };
+        let Some(live) = self.live().filter(|_| self.phase() == Phase::Running) else {
+            return Ok(());
+        };
         let mut failed_at = self.usage.sampling.lock().await;
         let is_fresh = self
             .usage

@@ -36,7 +36,7 @@ pub struct TemplateRecord {
     pub created_at: Timestamp,
 }
 
-/// A sandbox that shall run.
+/// A sandbox that shall run, or is paused.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SandboxRecord {
     pub id: SandboxId,
@@ -47,6 +47,18 @@ pub struct SandboxRecord {
     pub key_id: String,
     pub started_at: Timestamp,
     pub end_at: Timestamp,
+    /// Since when it is on disk, if it is.
+    #[serde(default)]
+    pub paused_at: Option<Timestamp>,
+    /// It is paused and not killed when its time is over.
+    #[serde(default)]
+    pub auto_pause: bool,
+    /// A request to a port of the paused sandbox resumes it.
+    #[serde(default)]
+    pub auto_resume: bool,
+    /// Seconds that an automatic resume gives it.
+    #[serde(default)]
+    pub timeout_seconds: u64,
     pub metadata: BTreeMap<String, String>,
     pub environment: BTreeMap<String, String>,
     pub envd_access_token: String,

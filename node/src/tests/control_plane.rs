@@ -81,7 +81,6 @@ async fn bad_input_is_refused_with_a_reason_and_leaves_nothing() {
         (json!({ "templateID": "base", "envVars": many }), 400, "4096"),
         (json!({ "templateID": "base", "metadata": { "a": 1 } }), 400, "not as expected"),
         (json!({}), 400, "templateID"),
-        (json!({ "templateID": "base", "autoPause": true }), 501, "not supported"),
         (
             json!({ "templateID": "base", "volumeMounts": [{ "name": "a", "path": "/a" }] }),
             501,
@@ -268,7 +267,7 @@ async fn metrics_are_sampled_once_in_a_while_and_only_when_asked() {
 async fn what_is_absent_says_so() {
     let node = TestNode::start().await;
     let (id, _) = node.create().await;
-    for verb in ["pause", "snapshots", "fork"] {
+    for verb in ["snapshots"] {
         let reply = node.api(Method::POST, &format!("/sandboxes/{id}/{verb}"), None).await;
         assert_eq!(reply.status, StatusCode::NOT_IMPLEMENTED, "{verb}");
         assert_eq!(reply.json()["error_code"], "not_supported");

@@ -15,7 +15,7 @@ use super::stub::Host;
 use crate::ids::SandboxId;
 use crate::store::{Change, SandboxRecord};
 
-async fn until(what: &str, condition: impl Fn() -> bool) {
+pub async fn until(what: &str, condition: impl Fn() -> bool) {
     for _ in 0..200 {
         if condition() {
             return;

@@ -5,4 +5,5 @@ mod data_plane;
 pub mod fixtures;
 mod life;
 mod node;
+mod pause;
 mod stub;

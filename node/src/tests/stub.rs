@@ -1,7 +1,7 @@
 //! A kind whose guests are tasks of the test: a small HTTP server per sandbox on unix
 //! sockets, with just enough of the agent to see what the node sends.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::io;
 use std::path::PathBuf;
@@ -23,7 +23,8 @@ use tokio_util::sync::CancellationToken;
 use super::fixtures::template_record;
 use crate::ids::{SandboxId, TemplateName};
 use crate::kinds::{
-    Birth, BuildError, BuildPlan, GuestPort, Instance, Kind, KindError, KindName, Progress,
+    Birth, BuildError, BuildPlan, Children, Found, GuestPort, Instance, Kind, KindError, KindName,
+    Progress, Recorded,
 };
 use crate::store::TemplateRecord;
 
@@ -35,10 +36,26 @@ pub struct Host {
     pub dirt: Mutex<Vec<SandboxId>>,
     pub fail_create: AtomicBool,
     pub fail_init: AtomicBool,
+    pub fail_pause: AtomicBool,
+    /// Sandboxes that are on disk.
+    pub asleep: Mutex<HashSet<SandboxId>>,
     pub create_pause: Mutex<Duration>,
     pub connections: AtomicUsize,
     /// Kernels of the templates that were built.
     pub kernels: Mutex<Vec<PathBuf>>,
+}
+
+impl Host {
+    fn begin(self: &Arc<Self>, id: SandboxId) -> Arc<dyn Instance> {
+        let guest = Arc::new(Guest {
+            dead: CancellationToken::new(),
+            inits: Mutex::default(),
+            samples: AtomicUsize::new(0),
+            host: Arc::clone(self),
+        });
+        self.guests.lock().unwrap().insert(id, Arc::clone(&guest));
+        Arc::new(StubInstance(guest))
+    }
 }
 
 /// One guest.
@@ -114,23 +131,70 @@ impl Kind for Stub {
             if host.fail_create.load(Ordering::Relaxed) {
                 return Err(KindError::Timeout("the test".to_owned()));
             }
-            let guest = Arc::new(Guest {
-                dead: CancellationToken::new(),
-                inits: Mutex::default(),
-                samples: AtomicUsize::new(0),
-                host: Arc::clone(&host),
-            });
-            host.guests.lock().unwrap().insert(birth.id, Arc::clone(&guest));
-            let instance: Arc<dyn Instance> = Arc::new(StubInstance(guest));
-            Ok(instance)
+            Ok(host.begin(birth.id))
         })
     }
 
-    fn adopt(&self, id: SandboxId) -> BoxFuture<'_, Result<Option<Arc<dyn Instance>>, KindError>> {
+    fn pause(&self, id: SandboxId) -> BoxFuture<'_, Result<(), KindError>> {
+        let host = Arc::clone(&self.0);
+        Box::pin(async move {
+            let pause = *host.create_pause.lock().unwrap();
+            tokio::time::sleep(pause).await;
+            if host.fail_pause.load(Ordering::Relaxed) {
+                return Err(KindError::Timeout("the test".to_owned()));
+            }
+            if let Some(guest) = host.guests.lock().unwrap().remove(&id) {
+                guest.dead.cancel();
+            }
+            host.asleep.lock().unwrap().insert(id);
+            Ok(())
+        })
+    }
+
+    fn resume(&self, birth: Birth) -> BoxFuture<'_, Result<Arc<dyn Instance>, KindError>> {
+        let host = Arc::clone(&self.0);
+        Box::pin(async move {
+            if host.fail_create.load(Ordering::Relaxed) {
+                return Err(KindError::Timeout("the test".to_owned()));
+            }
+            Ok(host.begin(birth.id))
+        })
+    }
+
+    fn resumed(&self, id: SandboxId) -> BoxFuture<'_, Result<(), KindError>> {
+        self.0.asleep.lock().unwrap().remove(&id);
+        Box::pin(async { Ok(()) })
+    }
+
+    fn give_up_resume(&self, id: SandboxId) -> BoxFuture<'_, Result<(), KindError>> {
+        if let Some(guest) = self.0.guests.lock().unwrap().remove(&id) {
+            guest.dead.cancel();
+        }
+        Box::pin(async { Ok(()) })
+    }
+
+    fn fork(&self, _: SandboxId, children: Vec<SandboxId>) -> BoxFuture<'_, Children> {
+        let host = Arc::clone(&self.0);
+        Box::pin(async move {
+            if host.fail_create.load(Ordering::Relaxed) {
+                return Err(KindError::Timeout("the test".to_owned()));
+            }
+            host.dirt.lock().unwrap().extend(children.iter().cloned());
+            Ok(children.into_iter().map(|id| Ok(host.begin(id))).collect())
+        })
+    }
+
+    fn adopt(&self, id: SandboxId, recorded: Recorded) -> BoxFuture<'_, Result<Found, KindError>> {
         let guest = self.0.guests.lock().unwrap().get(&id).cloned();
         let guest = guest.filter(|guest| !guest.dead.is_cancelled());
-        let instance = guest.map(|guest| -> Arc<dyn Instance> { Arc::new(StubInstance(guest)) });
-        Box::pin(async { Ok(instance) })
+        let found = match guest {
+            Some(guest) if recorded == Recorded::Running => {
+                Found::Running(Arc::new(StubInstance(guest)))
+            }
+            Some(_) | None if self.0.asleep.lock().unwrap().contains(&id) => Found::Paused,
+            Some(_) | None => Found::Nothing,
+        };
+        Box::pin(async { Ok(found) })
     }
 
     fn strays(&self, known: Vec<SandboxId>) -> BoxFuture<'_, Result<Vec<SandboxId>, KindError>> {
@@ -143,6 +207,7 @@ impl Kind for Stub {
         if let Some(guest) = self.0.guests.lock().unwrap().remove(&id) {
             guest.dead.cancel();
         }
+        self.0.asleep.lock().unwrap().remove(&id);
         self.0.dirt.lock().unwrap().retain(|dirty| *dirty != id);
         Box::pin(async { Ok(()) })
     }

@@ -8,5 +8,6 @@ mod command_line;
 mod files;
 mod leaks;
 mod lifecycle;
+mod pausing;
 mod several_vcpus;
 mod vector_registers;

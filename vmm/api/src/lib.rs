@@ -19,8 +19,8 @@ pub use client::{ClientError, TemplateClient, VmClient};
 pub use config::{BootConfig, BootProtocol, CpuProfile, DiskConfig, DiskMode, NetConfig};
 pub use message::{
     CheckpointReply, CheckpointRequest, CheckpointTimings, DeviceStats, Envelope, ErrorReply,
-    ExitStats, KvmStats, Reply, SaveReply, SnapshotFiles, SpawnReply, SpawnRequest, SpawnTimings,
-    TemplateStatus, TemplateVerb, VmState, VmStats, VmStatus, VmVerb,
+    ExitStats, KvmStats, Reply, SaveReply, SpawnReply, SpawnRequest, SpawnTimings, TemplateStatus,
+    TemplateVerb, VmState, VmStats, VmStatus, VmVerb,
 };
 
 /// Version of the messages in this crate. A peer of another version answers with

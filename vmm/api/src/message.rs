@@ -70,18 +70,13 @@ pub struct SpawnRequest {
     /// For each writable disk, by id, the file that takes the clone's own blocks.
     /// Made on the first write.
     pub disks: BTreeMap<String, PathBuf>,
-    /// What the clone goes on from, if not from the template's own moment.
+    /// Directory of a moment of a clone of the template, where [`TemplateVerb::Save`] wrote:
+    /// what the clone goes on from, if not from the template's own moment.
     #[serde(default)]
-    pub snapshot: Option<SnapshotFiles>,
-}
-
-/// A moment of a clone of the template, on disk.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct SnapshotFiles {
-    /// Where [`TemplateVerb::Save`] wrote.
-    pub directory: PathBuf,
-    /// The files that the checkpoint named as layers of the disks.
+    pub snapshot: Option<PathBuf>,
+    /// For writable disks, by id, the files that a checkpoint named as their layers, or
+    /// links to these. A process that has them open uses its own where none are named.
+    #[serde(default)]
     pub layers: BTreeMap<String, Vec<PathBuf>>,
 }
 

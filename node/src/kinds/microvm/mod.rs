@@ -6,6 +6,7 @@
 //! adopt:   connect RUN/sandboxes/<id>/control.sock, SO_PEERCRED ── pid ── pidfd
 //! stop:    SIGKILL through the pidfd (nothing of a killed sandbox is kept)
 //! clean:   both directories and the control group
+//! pause, resume, fork: see `hibernate`
 //! strays:  directories and groups without record; children of template processes
 //!          that are no known clone
 //! ```
@@ -15,25 +16,33 @@
 mod build;
 mod control;
 mod files;
+mod hibernate;
 mod instance;
 mod layout;
 mod template;
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
 use tokio_util::task::TaskTracker;
+use warren_vmm_api::{SpawnReply, SpawnRequest};
 
 use self::layout::Layout;
 use self::template::Templates;
-use super::{Birth, BuildError, BuildPlan, Instance, Kind, KindError, KindName, Progress};
+use super::{
+    Birth, BuildError, BuildPlan, Children, Found, Instance, Kind, KindError, KindName, Progress,
+    Recorded,
+};
 use crate::cgroup::Cgroups;
 use crate::config::Config;
 use crate::error::chain;
 use crate::ids::{SandboxId, TemplateName};
 use crate::process::{self, Process};
 use crate::store::TemplateRecord;
+
+/// Id of the writable disk, and name of its first delta.
+const DISK: &str = "disk";
 
 /// The kind `microvm`.
 #[derive(Debug)]
@@ -72,12 +81,40 @@ impl Microvms {
         let state = self.layout.sandbox_state(&birth.id);
         std::fs::create_dir(&run).map_err(KindError::io("make the sandbox's run directory"))?;
         std::fs::create_dir(&state).map_err(KindError::io("make the sandbox's state directory"))?;
-        let reply = self.templates.spawn(&birth.template, &birth.id).await?;
-        tracing::debug!(sandbox_id = %birth.id, pid = reply.pid, total_us = reply.timings.total_us,
+        let request = SpawnRequest {
+            id: birth.id.to_string(),
+            directory: run,
+            disks: BTreeMap::from([(DISK.to_owned(), hibernate::delta(&state, 0))]),
+            snapshot: None,
+            layers: BTreeMap::new(),
+        };
+        let reply = self.templates.spawn(&birth.template, request).await?;
+        self.take_hold(&birth.id, &reply)
+    }
+
+    fn take_hold(
+        &self,
+        id: &SandboxId,
+        reply: &SpawnReply,
+    ) -> Result<Arc<dyn Instance>, KindError> {
+        tracing::debug!(sandbox_id = %id, pid = reply.pid, total_us = reply.timings.total_us,
             fork_us = reply.timings.fork_us, vm_us = reply.timings.vm_us, "clone runs");
         let process = Process::open(reply.pid).map_err(KindError::io("take hold of the clone"))?;
-        self.place(&birth.id, &process);
-        Ok(Arc::new(instance::Clone::new(process, run)))
+        self.place(id, &process);
+        Ok(Arc::new(instance::Clone::new(process, self.layout.sandbox_run(id))))
+    }
+
+    async fn bring_back(&self, birth: Birth) -> Result<Arc<dyn Instance>, KindError> {
+        let reply = self.wake(&birth.id, &birth.template).await?;
+        self.take_hold(&birth.id, &reply)
+    }
+
+    async fn bear_children(&self, parent: SandboxId, children: Vec<SandboxId>) -> Children {
+        let born = self.fork_clone(&parent, &children).await?;
+        let hold = |(id, reply): (&SandboxId, Result<SpawnReply, KindError>)| {
+            reply.and_then(|reply| self.take_hold(id, &reply))
+        };
+        Ok(children.iter().zip(born).map(hold).collect())
     }
 
     fn place(&self, id: &SandboxId, process: &Process) {
@@ -91,37 +128,60 @@ impl Microvms {
         });
     }
 
-    async fn find(&self, id: SandboxId) -> Result<Option<Arc<dyn Instance>>, KindError> {
+    async fn find(&self, id: SandboxId, recorded: Recorded) -> Result<Found, KindError> {
         let run = self.layout.sandbox_run(&id);
-        let Some(process) = find_process(&run.join("control.sock")).await? else {
-            return Ok(None);
-        };
-        self.place(&id, &process);
-        Ok(Some(Arc::new(instance::Clone::new(process, run))))
+        let process = find_process(&run.join("control.sock")).await?;
+        match (recorded, process) {
+            (Recorded::Running, Some(process)) => {
+                self.go_on(&id).await?;
+                self.place(&id, &process);
+                Ok(Found::Running(Arc::new(instance::Clone::new(process, run))))
+            }
+            (Recorded::Running, None) | (Recorded::Paused, _) => {
+                if !self.is_on_disk(&id) {
+                    return Ok(Found::Nothing);
+                }
+                self.leave_run_directory(&id).await?;
+                Ok(Found::Paused)
+            }
+        }
     }
 
-    async fn remove(&self, id: SandboxId) -> Result<(), KindError> {
-        let run = self.layout.sandbox_run(&id);
-        // A birth that failed half-way may have left a process that nobody holds.
+    /// Ends what runs of a sandbox that is on disk, and removes what it has outside its
+    /// state directory.
+    async fn leave_run_directory(&self, id: &SandboxId) -> Result<(), KindError> {
+        self.end_frozen(id).await?;
+        let run = self.layout.sandbox_run(id);
+        // A resume that was never answered.
         if let Some(process) = find_process(&run.join("control.sock")).await? {
             process.kill().map_err(KindError::io("kill a stray clone"))?;
             process.ended().await;
         }
-        let state = self.layout.sandbox_state(&id);
-        let cgroups = self.cgroups.clone();
+        let (id, cgroups) = (id.clone(), self.cgroups.clone());
         let work = move || {
             let removed = layout::remove_tree(&run)
                 .map_err(KindError::io(format!("remove {}", run.display())));
-            let freed = layout::remove_tree(&state)
-                .map_err(KindError::io(format!("remove {}", state.display())));
             let ungrouped = cgroups.map_or(Ok(()), |cgroups| {
                 cgroups.remove(&id).map_err(KindError::io("remove the control group"))
             });
-            removed.and(freed).and(ungrouped)
+            removed.and(ungrouped)
         };
         tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
             Err(KindError::Busy(format!("clean-up was interrupted: {error}")))
         })
+    }
+
+    async fn remove(&self, id: SandboxId) -> Result<(), KindError> {
+        let left = self.leave_run_directory(&id).await;
+        let state = self.layout.sandbox_state(&id);
+        let work = move || {
+            layout::remove_tree(&state)
+                .map_err(KindError::io(format!("remove {}", state.display())))
+        };
+        let freed = tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
+            Err(KindError::Busy(format!("clean-up was interrupted: {error}")))
+        });
+        left.and(freed)
     }
 
     async fn find_strays(&self, known: Vec<SandboxId>) -> Result<Vec<SandboxId>, KindError> {
@@ -271,8 +331,28 @@ impl Kind for Microvms {
         Box::pin(self.give_birth(birth))
     }
 
-    fn adopt(&self, id: SandboxId) -> BoxFuture<'_, Result<Option<Arc<dyn Instance>>, KindError>> {
-        Box::pin(self.find(id))
+    fn pause(&self, id: SandboxId) -> BoxFuture<'_, Result<(), KindError>> {
+        Box::pin(async move { self.hibernate(&id).await })
+    }
+
+    fn resume(&self, birth: Birth) -> BoxFuture<'_, Result<Arc<dyn Instance>, KindError>> {
+        Box::pin(self.bring_back(birth))
+    }
+
+    fn resumed(&self, id: SandboxId) -> BoxFuture<'_, Result<(), KindError>> {
+        Box::pin(async move { self.drop_snapshot(&id).await })
+    }
+
+    fn give_up_resume(&self, id: SandboxId) -> BoxFuture<'_, Result<(), KindError>> {
+        Box::pin(async move { self.leave_run_directory(&id).await })
+    }
+
+    fn fork(&self, parent: SandboxId, children: Vec<SandboxId>) -> BoxFuture<'_, Children> {
+        Box::pin(self.bear_children(parent, children))
+    }
+
+    fn adopt(&self, id: SandboxId, recorded: Recorded) -> BoxFuture<'_, Result<Found, KindError>> {
+        Box::pin(self.find(id, recorded))
     }
 
     fn strays(&self, known: Vec<SandboxId>) -> BoxFuture<'_, Result<Vec<SandboxId>, KindError>> {

@@ -2,7 +2,7 @@
 //! births. At most a few births are asked for at once per template; more wait in a
 //! bounded queue.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +14,7 @@ use warren_vmm_api::{SpawnReply, SpawnRequest, TemplateStatus, TemplateVerb};
 
 use super::control::{self, ControlError};
 use super::layout::Layout;
-use crate::ids::{SandboxId, TemplateName};
+use crate::ids::TemplateName;
 use crate::kinds::KindError;
 use crate::process::{self, Process};
 
@@ -56,7 +56,7 @@ impl Templates {
     pub async fn spawn(
         &self,
         template: &TemplateName,
-        id: &SandboxId,
+        request: SpawnRequest,
     ) -> Result<SpawnReply, KindError> {
         let host = self.host(template);
         let _waiting = Waiting::enter(&host.waiting).ok_or_else(|| {
@@ -66,15 +66,6 @@ impl Templates {
         })?;
         let Ok(_place) = host.places.acquire().await else {
             return Err(KindError::Busy("the node is stopping".to_owned()));
-        };
-        let request = SpawnRequest {
-            id: id.to_string(),
-            directory: self.layout.sandbox_run(id),
-            disks: BTreeMap::from([(
-                "disk".to_owned(),
-                self.layout.sandbox_state(id).join("disk"),
-            )]),
-            snapshot: None,
         };
         let socket = self.socket(template);
         let verb = TemplateVerb::Spawn(request);

@@ -103,6 +103,7 @@ fn request(directory: &Path) -> SpawnRequest {
         directory: directory.to_owned(),
         disks: BTreeMap::from([("disk".to_owned(), directory.join("disk"))]),
         snapshot: None,
+        layers: BTreeMap::new(),
     }
 }
 

@@ -95,6 +95,16 @@ impl DriverQueue {
         head
     }
 
+    /// Whether the device asked to be notified of the next buffer that is made available
+    /// (the field `avail_event`).
+    pub fn wants_notification_of_next(&self) -> bool {
+        let (_, _, available, ring) = self.layout();
+        let next: u16 = self.memory.read_obj(GuestAddress(available + 2)).unwrap();
+        let event = ring + 4 + 8 * u64::from(self.size);
+        let event: u16 = self.memory.read_obj(GuestAddress(event)).unwrap();
+        u16::from_le(event) == u16::from_le(next)
+    }
+
     /// Takes the next completion.
     pub fn take_used(&mut self) -> Option<Used> {
         let (_, _, available, ring) = self.layout();

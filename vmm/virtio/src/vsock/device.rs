@@ -1,8 +1,11 @@
 //! The three queues: receive (to the guest), transmit (from it), events.
 
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 
 use virtio_bindings::virtio_ids::VIRTIO_ID_VSOCK;
+use virtio_queue::{Queue, QueueT};
+use vm_memory::GuestMemoryMmap;
 
 use super::mux::Mux;
 use super::packet::{HEADER_BYTES, Header, PacketOperation};
@@ -50,12 +53,26 @@ impl VsockConfig {
     }
 }
 
+/// What a restored guest knows of the connections it had. Until it has dealt with their
+/// loss it would count a new connection among the lost, and not tell its peer: no client is
+/// taken before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reset {
+    /// It had none, or has dealt with it.
+    None,
+    /// It is to be told.
+    Untold,
+    /// It was told. The driver gives the buffer of an event back when it has dealt with it:
+    /// it makes more available than it had then.
+    Told { posted: u16 },
+}
+
 /// A virtio-vsock device.
 pub struct VsockDevice {
     mux: Mux,
     chain: Chain,
-    /// The guest is to be told that its connections are gone.
-    reset_pending: bool,
+    /// What the guest knows of connections that are gone.
+    reset: Reset,
     /// Packets of the guest wait until resets found buffers.
     transmit_held: bool,
 }
@@ -89,7 +106,7 @@ impl VsockDevice {
         Ok(Self {
             mux: Mux::new(&config.path, state.guest_cid, state.next_host_port)?,
             chain: Chain::default(),
-            reset_pending,
+            reset: if reset_pending { Reset::Untold } else { Reset::None },
             transmit_held: false,
         })
     }
@@ -166,21 +183,32 @@ impl VsockDevice {
         }
     }
 
+    /// Takes clients once the guest has dealt with the news that its connections are gone.
+    fn see_reset_done(&mut self, context: &mut DeviceContext<'_>) {
+        let Reset::Told { posted } = self.reset else { return };
+        let Some(queue) = context.queues.get(EVENTS) else { return };
+        let now = queue.avail_idx(context.memory, Ordering::Acquire);
+        if now.is_ok_and(|now| now.0 != posted) {
+            self.reset = Reset::None;
+            self.mux.attach(context.events);
+        }
+    }
+
     /// Tells the guest that its connections are gone, if it is to know.
     fn send_event(&mut self, context: &mut DeviceContext<'_>) -> Outcome {
         let Some(queue) = context.queues.get_mut(EVENTS) else { return Outcome::default() };
-        let Self { mux, chain, reset_pending, .. } = self;
-        if !*reset_pending {
+        let Self { mux, chain, reset, .. } = self;
+        if *reset != Reset::Untold {
             return Outcome::default();
         }
         let memory = context.memory;
         let drained = drain(queue, memory, chain, usize::from(EVENT_QUEUE_SIZE), |_, chain| {
-            if !*reset_pending {
+            if *reset != Reset::Untold {
                 return Step::Hold;
             }
             match chain.writable().write(memory, &EVENT_TRANSPORT_RESET) {
                 Ok(4) => {
-                    *reset_pending = false;
+                    *reset = Reset::Told { posted: 0 };
                     mux.metrics.transport_resets += 1;
                     Step::Used(4)
                 }
@@ -188,13 +216,35 @@ impl VsockDevice {
             }
         });
         mux.metrics.malformed_packets += drained.malformed;
-        Outcome {
+        if let Reset::Told { posted } = reset {
+            match watch_for_another(queue, memory) {
+                Ok(now) => *posted = now,
+                Err(_) => return Outcome { failed: true, ..Outcome::default() },
+            }
+        }
+        let outcome = Outcome {
             used_buffers: drained.completed && wants_interrupt(queue, memory),
             failed: drained.failed,
             unfinished: drained.unfinished,
             ..Outcome::default()
-        }
+        };
+        self.see_reset_done(context);
+        outcome
     }
+}
+
+/// Has the driver notify of the next buffer that it makes available, whatever is available
+/// already; tells how many it has made available so far, modulo 2^16.
+fn watch_for_another(
+    queue: &mut Queue,
+    memory: &GuestMemoryMmap,
+) -> Result<u16, virtio_queue::Error> {
+    let next = queue.next_avail();
+    let posted = queue.avail_idx(memory, Ordering::Acquire)?.0;
+    queue.set_next_avail(posted);
+    let armed = queue.enable_notification(memory);
+    queue.set_next_avail(next);
+    armed.map(|_| posted)
 }
 
 impl VirtioDevice for VsockDevice {
@@ -224,20 +274,28 @@ impl VirtioDevice for VsockDevice {
     }
 
     fn resume(&mut self, _features: u64, context: &mut DeviceContext<'_>) -> Outcome {
-        self.mux.attach(context.events);
-        self.send_event(context)
+        match self.reset {
+            Reset::None => {
+                self.mux.attach(context.events);
+                Outcome::default()
+            }
+            Reset::Untold | Reset::Told { .. } => self.send_event(context),
+        }
     }
 
     fn reset(&mut self, events: &dyn EventRegistry) {
         self.mux.detach(events);
-        self.reset_pending = false;
+        self.reset = Reset::None;
         self.transmit_held = false;
     }
 
     fn notify(&mut self, index: usize, context: &mut DeviceContext<'_>) -> Outcome {
         let mut outcome = match index {
             TRANSMIT => self.transmit(context),
-            EVENTS => return self.send_event(context),
+            EVENTS => {
+                self.see_reset_done(context);
+                return self.send_event(context);
+            }
             _ => Outcome::default(),
         };
         if !outcome.failed {
@@ -260,7 +318,7 @@ impl VirtioDevice for VsockDevice {
         persist::save(&VsockState {
             guest_cid: self.mux.guest_cid(),
             next_host_port: self.mux.next_host_port(),
-            guest_has_connections: self.mux.has_connections() || self.reset_pending,
+            guest_has_connections: self.mux.has_connections() || self.reset != Reset::None,
         })
     }
 

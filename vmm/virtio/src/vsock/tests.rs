@@ -765,6 +765,15 @@ fn restored_guest_is_told_of_lost_connections_only() {
     assert_eq!(used.len, 4);
     assert_eq!(connected.bytes(event, 4), [0; 4]);
     assert!(connected.interrupt.count() > 0);
+    // No client is taken until the guest has dealt with it and gives the buffer back. It
+    // notifies of that, however many more it has made available before.
+    assert_eq!(connected.events.watched(), 0);
+    connected.notify(2);
+    assert_eq!(connected.events.watched(), 0);
+    assert!(connected.queues[2].wants_notification_of_next());
+    connected.queues[2].add(&[], &[(event, 8)]);
+    connected.notify(2);
+    assert_eq!(connected.events.watched(), 1);
 
     let always = guest.machine.clone_with(|version, bytes| {
         let reset_on_restore = ResetOnRestore::Always;
@@ -806,6 +815,12 @@ fn restored_device_does_not_use_a_host_port_again() {
     clone.receive = guest.receive.clone();
     let mut client = UnixStream::connect(&path).unwrap();
     client.write_all(b"CONNECT 80\n").unwrap();
+    // The guest learns that its connections are gone, and gives the buffer back.
+    let event = clone.machine.buffer(8);
+    for _ in 0..2 {
+        clone.machine.queues[2].add(&[], &[(event, 8)]);
+        clone.machine.notify(2);
+    }
     let (request, _) = clone.expect(PacketOperation::Request);
     assert_ne!(request.source_port, first.host);
 }
