@@ -24,7 +24,7 @@ use crate::keys::{ApiKeys, KeyError};
 use crate::kinds::Kind;
 use crate::kinds::microvm::Microvms;
 use crate::lifecycle::EndCause;
-use crate::lock::{DirectoryLock, LockError};
+use crate::lock::{DirectoryLock, LockError, keep_run_directory};
 use crate::logs;
 use crate::metrics::Metrics;
 use crate::sandboxes::{AdoptError, Parts, Sandboxes};
@@ -94,6 +94,7 @@ impl From<KeyError> for RunError {
 pub async fn run(config: Config) -> Result<(), RunError> {
     logs::start(config.log_format, config.log_level);
     let _state_lock = DirectoryLock::take(&config.state_directory)?;
+    keep_run_directory(&config.state_directory, &config.run_directory)?;
     let _run_lock = DirectoryLock::take(&config.run_directory)?;
     raise_descriptor_limit();
     let stop = StopRequest::default();

@@ -37,6 +37,8 @@ pub enum TemplateError {
         "the name or alias {0} is taken; choose another, or remove the template that has it: warren template rm {0}"
     )]
     Taken(TemplateName),
+    #[error("template {0} is being built")]
+    UnderWay(TemplateName),
     #[error("the node has {TEMPLATES_MAX} templates, as many as it is allowed to")]
     TooMany,
     #[error("kind {0} is not available on this node")]
@@ -147,12 +149,12 @@ impl Templates {
         }
         let names: Vec<TemplateName> =
             std::iter::once(&plan.name).chain(&plan.aliases).cloned().collect();
+        if let Some(name) = names.iter().find(|name| state.reserved.contains(*name)) {
+            return Err(TemplateError::UnderWay(name.clone()));
+        }
         let taken = names.iter().find(|name| {
-            state.reserved.contains(*name)
-                || state
-                    .records
-                    .values()
-                    .any(|known| known.name == **name || known.aliases.contains(*name))
+            let mut records = state.records.values();
+            records.any(|known| known.name == **name || known.aliases.contains(*name))
         });
         if let Some(name) = taken {
             return Err(TemplateError::Taken(name.clone()));

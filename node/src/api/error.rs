@@ -196,6 +196,9 @@ impl From<TemplateError> for ApiError {
     fn from(error: TemplateError) -> Self {
         match &error {
             TemplateError::Taken(_) => Self::new(StatusCode::CONFLICT, error.to_string()),
+            TemplateError::UnderWay(_) => {
+                Self::new(StatusCode::CONFLICT, error.to_string()).coded("being_built")
+            }
             TemplateError::TooMany => Self::new(StatusCode::TOO_MANY_REQUESTS, error.to_string()),
             TemplateError::NoKind(_) => Self::bad_request(error.to_string()),
             TemplateError::Build(build) => Self::from_build(build),

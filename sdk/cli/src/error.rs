@@ -51,6 +51,11 @@ impl CliError {
         Self::Said { message: message.into(), advice: advice.into() }
     }
 
+    /// Whether what was asked for is being done for somebody else.
+    pub(crate) fn is_under_way(&self) -> bool {
+        matches!(self, Self::Api { status: 409, message } if message.contains("is being built"))
+    }
+
     pub(crate) fn file(
         action: &'static str,
         path: impl Into<PathBuf>,

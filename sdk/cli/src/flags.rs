@@ -4,6 +4,11 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 
+/// Where sockets and logs are unless told otherwise.
+pub(crate) const DEFAULT_RUN_DIRECTORY: &str = "/run/warren";
+/// What tells otherwise.
+pub(crate) const RUN_DIRECTORY_VARIABLE: &str = "WARREN_RUN_DIR";
+
 /// Sandboxes on this machine or another: each one a microVM.
 #[derive(Debug, Parser)]
 #[command(name = "warren", version)]
@@ -76,7 +81,12 @@ pub(crate) struct Up {
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) listen: Option<String>,
     /// Sockets and logs of what runs.
-    #[arg(long, value_name = "DIR", default_value = "/run/warren", env = "WARREN_RUN_DIR")]
+    #[arg(
+        long,
+        value_name = "DIR",
+        default_value = DEFAULT_RUN_DIRECTORY,
+        env = RUN_DIRECTORY_VARIABLE
+    )]
     pub(crate) run_dir: PathBuf,
     /// Guest kernel [default: the newest that `make guest-kernel` built].
     #[arg(long, value_name = "FILE", env = "WARREN_KERNEL")]
@@ -107,7 +117,12 @@ pub(crate) struct Down {
 #[derive(Debug, Args)]
 pub(crate) struct NewSandbox {
     /// Seconds until the sandbox is killed.
-    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 300,
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
     pub(crate) timeout: u64,
     /// Label of the sandbox; may be repeated.
     #[arg(long, value_name = "KEY=VALUE", value_parser = key_value)]
@@ -240,7 +255,7 @@ pub(crate) struct TemplateBuild {
     /// Root image (EROFS) [default: what `make image` built under this name].
     #[arg(long, value_name = "FILE")]
     pub(crate) image: Option<PathBuf>,
-    /// Guest kernel [default: the daemon's].
+    /// Guest kernel [default: the newest that `guest-kernel/build` built, or the daemon's].
     #[arg(long, value_name = "FILE")]
     pub(crate) kernel: Option<PathBuf>,
     /// Memory of a sandbox [default: the daemon's choice].

@@ -39,13 +39,17 @@ pub(crate) fn kernel(variant: Variant) -> Option<PathBuf> {
         .max_by_key(age)
 }
 
-/// The root image of a recipe, as built last.
+/// The root image of a recipe: the one that was built last with the agent beside this
+/// program, else the one that was built last.
 pub(crate) fn image(recipe: &str) -> Option<PathBuf> {
     if recipe.contains('/') {
         return None;
     }
-    let path = cache()?.join("image").join(recipe).join("rootfs.erofs");
-    std::fs::canonicalize(path).ok()
+    let beside = std::env::current_exe().ok().map(|path| path.with_file_name("images"));
+    let cached = cache().map(|path| path.join("image"));
+    let image =
+        |place: PathBuf| std::fs::canonicalize(place.join(recipe).join("rootfs.erofs")).ok();
+    beside.into_iter().chain(cached).find_map(image)
 }
 
 /// `$WARREN_CACHE`, `$XDG_CACHE_HOME/warren` or `~/.cache/warren`.

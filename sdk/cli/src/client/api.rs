@@ -1,6 +1,7 @@
 //! The control plane: sandboxes by E2B's routes.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use http::Method;
 use serde::{Deserialize, Serialize};
@@ -106,13 +107,17 @@ pub(crate) struct NewSandbox<'a> {
     pub(crate) environment: &'a [(String, String)],
 }
 
+/// Something that holds the port and is no daemon may never answer.
+const HEALTH_PATIENCE: Duration = Duration::from_secs(5);
+
 impl Http {
     /// Whether a daemon answers.
     pub(crate) async fn is_up(&self) -> bool {
         let Ok(request) = finish(self.bare_request(Method::GET, "/health"), full("")) else {
             return false;
         };
-        self.send(request).await.is_ok()
+        let answer = tokio::time::timeout(HEALTH_PATIENCE, self.send(request)).await;
+        answer.is_ok_and(|answer| answer.is_ok())
     }
 
     /// Asks the daemon to stop, with or without its sandboxes.

@@ -98,7 +98,11 @@ async fn attached(
     let mut hung_up = watch_for(SignalKind::hangup())?;
     let code = loop {
         let event = tokio::select! {
-            event = process.next() => event?,
+            event = process.next() => event.map_err(|error| match error {
+                // Streams of a sandbox that ends are reset.
+                CliError::Http(_) => CliError::StreamEnded,
+                other => other,
+            })?,
             _ = terminated.recv() => break abandon(&process, SignalKind::terminate()).await?,
             _ = hung_up.recv() => break abandon(&process, SignalKind::hangup()).await?,
         };

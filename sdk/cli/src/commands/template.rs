@@ -8,7 +8,7 @@ use crate::client::Http;
 use crate::client::templates::{BuildRequest, Progress};
 use crate::error::CliError;
 use crate::flags::{Template, TemplateBuild};
-use crate::locate;
+use crate::locate::{self, Variant};
 use crate::output::{self, Output};
 
 pub(super) async fn run(http: &Http, action: &Template, output: Output) -> Result<(), CliError> {
@@ -54,11 +54,17 @@ fn request(flags: &TemplateBuild) -> Result<BuildRequest, CliError> {
             format!("name one by --image, or build it from a recipe: image/build {}", flags.name),
         )
     })?;
+    // The daemon's own may be from before the kernel was built.
+    let variant = match flags.vcpus {
+        None | Some(0 | 1) => Variant::Up,
+        Some(_) => Variant::Smp,
+    };
+    let kernel = flags.kernel.clone().or_else(|| locate::kernel(variant));
     Ok(BuildRequest {
         name: flags.name.clone(),
         aliases: flags.alias.clone(),
         rootfs: absolute(&image)?,
-        kernel: flags.kernel.as_deref().map(absolute).transpose()?,
+        kernel: kernel.as_deref().map(absolute).transpose()?,
         vcpus: flags.vcpus,
         memory_mib: flags.memory,
         disk_mib: flags.disk,

@@ -12,7 +12,7 @@ use super::{doctor, template};
 use crate::client::Http;
 use crate::client::templates::BuildRequest;
 use crate::error::CliError;
-use crate::flags::{Down, Up};
+use crate::flags::{DEFAULT_RUN_DIRECTORY, Down, RUN_DIRECTORY_VARIABLE, Up};
 use crate::locate::{self, Variant};
 use crate::output::Output;
 use crate::settings::Settings;
@@ -23,6 +23,9 @@ const START_PATIENCE: Duration = Duration::from_secs(60);
 /// Longer than the daemon waits for work that is under way.
 const STOP_PATIENCE: Duration = Duration::from_secs(90);
 const POLL: Duration = Duration::from_millis(50);
+/// A build boots a guest and warms it up.
+const BUILD_PATIENCE: Duration = Duration::from_secs(600);
+const BUILD_POLL: Duration = Duration::from_secs(1);
 
 pub(super) async fn up(settings: &Settings, up: &Up, output: Output) -> Result<ExitCode, CliError> {
     if Http::new(settings)?.is_up().await {
@@ -126,16 +129,21 @@ async fn ready(settings: &Settings, up: &Up, output: Output) -> Result<(), CliEr
     if templates.is_empty() && !up.no_template {
         match up.image.clone().or_else(|| locate::image(DEFAULT_TEMPLATE)) {
             Some(image) => {
+                // The daemon's own may be from before the kernel was built.
+                let kernel = up.kernel.clone().or_else(|| locate::kernel(Variant::Up));
                 let request = BuildRequest {
                     name: DEFAULT_TEMPLATE.to_owned(),
                     aliases: Vec::new(),
                     rootfs: template::absolute(&image)?,
-                    kernel: up.kernel.as_deref().map(template::absolute).transpose()?,
+                    kernel: kernel.as_deref().map(template::absolute).transpose()?,
                     vcpus: None,
                     memory_mib: None,
                     disk_mib: None,
                 };
-                template::build(&http, &request, output).await?;
+                match template::build(&http, &request, output).await {
+                    Err(error) if error.is_under_way() => wait_for_template(&http, output).await?,
+                    outcome => outcome?,
+                }
             }
             None => {
                 output.progress("no root image is built, so there is no template yet (make image)")
@@ -143,15 +151,40 @@ async fn ready(settings: &Settings, up: &Up, output: Output) -> Result<(), CliEr
         }
     }
     let key = settings.api_key();
-    let value = json!({"url": settings.url(), "apiKey": key});
+    let value = json!({
+        "url": settings.url(),
+        "apiKey": key,
+        "stateDir": settings.state_directory,
+        "runDir": up.run_dir,
+    });
     output.result(&value, || {
         let url = settings.url();
         let key = key.clone().unwrap_or_else(|| "<key>".to_owned());
         let sdk = [("E2B_API_URL", url.clone()), ("E2B_SANDBOX_URL", url), ("E2B_API_KEY", key)];
-        let lines = sdk.into_iter().chain(settings.variables());
+        let run = (up.run_dir != Path::new(DEFAULT_RUN_DIRECTORY))
+            .then(|| (RUN_DIRECTORY_VARIABLE, up.run_dir.display().to_string()));
+        let lines = sdk.into_iter().chain(settings.variables()).chain(run);
         lines.map(|(name, value)| format!("export {name}={value}")).collect::<Vec<_>>().join("\n")
     });
     Ok(())
+}
+
+/// Another client has the template built already.
+async fn wait_for_template(http: &Http, output: Output) -> Result<(), CliError> {
+    output.progress(&format!("template {DEFAULT_TEMPLATE} is being built already; waiting for it"));
+    let built = async {
+        while http.templates().await?.is_empty() {
+            tokio::time::sleep(BUILD_POLL).await;
+        }
+        Ok(())
+    };
+    tokio::time::timeout(BUILD_PATIENCE, built).await.unwrap_or_else(|_| {
+        let seconds = BUILD_PATIENCE.as_secs();
+        Err(CliError::said(
+            format!("there is no template after {seconds} s"),
+            "see the daemon's log, then `warren up` again",
+        ))
+    })
 }
 
 pub(super) async fn down(http: &Http, down: &Down, output: Output) -> Result<(), CliError> {
