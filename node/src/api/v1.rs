@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::extract::{JsonBody, Segment};
-use super::sandboxes::running;
+use super::sandboxes::lasting;
 use super::{ApiError, App, view};
 use crate::error::chain;
 use crate::lifecycle::EndCause;
@@ -79,13 +79,15 @@ pub async fn sandbox(
     State(app): State<Arc<App>>,
     Segment(id): Segment,
 ) -> Result<Response, ApiError> {
-    let sandbox = running(&app, &id)?;
-    let live = sandbox.live().ok_or_else(|| ApiError::no_sandbox(&id))?;
-    let stats = match live.instance.stats().await {
-        Ok(stats) => stats,
-        Err(error) => json!({ "error": chain(&error) }),
-    };
+    let sandbox = lasting(&app, &id)?;
     let record = sandbox.record();
+    let stats = match sandbox.live() {
+        Some(live) if record.paused_at.is_none() => match live.instance.stats().await {
+            Ok(stats) => stats,
+            Err(error) => json!({ "error": chain(&error) }),
+        },
+        Some(_) | None => Value::Null,
+    };
     Ok(Json(json!({
         "id": record.id,
         "kind": record.kind,
@@ -93,6 +95,7 @@ pub async fn sandbox(
         "keyId": record.key_id,
         "startedAt": view::time(record.started_at),
         "endAt": view::time(record.end_at),
+        "pausedAt": record.paused_at.map(view::time),
         "metadata": record.metadata,
         "vcpus": record.vcpus,
         "memoryMib": record.memory_mib,

@@ -56,6 +56,12 @@ pub(crate) enum Command {
     Ls(Ls),
     /// Print a sandbox's console log.
     Logs(Logs),
+    /// Put sandboxes on the node's disk; they have no process until they are resumed.
+    Pause(Pause),
+    /// Resume a paused sandbox.
+    Resume(Resume),
+    /// Copy a running sandbox: memory, processes and files. Prints the ids.
+    Fork(Fork),
     /// Kill sandboxes.
     Kill(Kill),
     /// CPU, memory and disk of sandboxes.
@@ -116,14 +122,8 @@ pub(crate) struct Down {
 /// What a new sandbox is like.
 #[derive(Debug, Args)]
 pub(crate) struct NewSandbox {
-    /// Seconds until the sandbox is killed.
-    #[arg(
-        long,
-        value_name = "SECONDS",
-        default_value_t = 300,
-        value_parser = clap::value_parser!(u64).range(1..)
-    )]
-    pub(crate) timeout: u64,
+    #[command(flatten)]
+    pub(crate) lifetime: Lifetime,
     /// Label of the sandbox; may be repeated.
     #[arg(long, value_name = "KEY=VALUE", value_parser = key_value)]
     pub(crate) metadata: Vec<(String, String)>,
@@ -216,6 +216,45 @@ pub(crate) struct Ls {
 pub(crate) struct Logs {
     /// Sandbox.
     pub(crate) id: String,
+}
+
+/// Seconds from now until a sandbox is killed.
+#[derive(Debug, Args)]
+pub(crate) struct Lifetime {
+    /// Seconds until the sandbox is killed.
+    #[arg(
+        long = "timeout",
+        value_name = "SECONDS",
+        default_value_t = 300,
+        value_parser = clap::value_parser!(u64).range(1..)
+    )]
+    pub(crate) seconds: u64,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Pause {
+    /// Sandboxes.
+    #[arg(required = true)]
+    pub(crate) ids: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Resume {
+    /// Sandbox.
+    pub(crate) id: String,
+    #[command(flatten)]
+    pub(crate) lifetime: Lifetime,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Fork {
+    /// Sandbox.
+    pub(crate) id: String,
+    /// Number of children, 1 to 100.
+    #[arg(short = 'n', long, value_name = "COUNT", default_value_t = 1)]
+    pub(crate) count: u32,
+    #[command(flatten)]
+    pub(crate) lifetime: Lifetime,
 }
 
 #[derive(Debug, Args)]

@@ -34,6 +34,16 @@ fn create_exec_cp_ls_kill_work_together() {
     let list: Value = serde_json::from_str(&cli.ok(&["ls", "--json"])).unwrap();
     assert_eq!(list[0]["sandboxID"], id.as_str());
     assert_eq!(list[0]["metadata"]["job"], "7");
+    assert_eq!(cli.ok(&["pause", &id]).trim(), id);
+    assert!(cli.ok(&["ls"]).contains("paused"));
+    assert!(!cli.ok(&["stats"]).contains(&id));
+    assert_eq!(cli.ok(&["resume", &id, "--timeout", "600"]).trim(), id);
+    let children = cli.ok(&["fork", &id, "-n", "2"]);
+    assert_eq!(children.lines().count(), 2);
+    for child in children.lines() {
+        assert_eq!(cli.ok(&["exec", child, "--", "echo", "child"]).trim(), "child");
+        assert_eq!(cli.ok(&["kill", child]).trim(), child);
+    }
     assert_eq!(cli.ok(&["kill", &id]).trim(), id);
     assert_eq!(cli.ok(&["ls", "--quiet"]).trim(), "");
 }

@@ -107,8 +107,34 @@ pub(crate) struct NewSandbox<'a> {
     pub(crate) environment: &'a [(String, String)],
 }
 
+/// What came of one child of a fork.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Child {
+    pub(crate) sandbox: Option<ChildSandbox>,
+    pub(crate) error: Option<ChildError>,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct ChildSandbox {
+    #[serde(rename = "sandboxID")]
+    pub(crate) id: String,
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct ChildError {
+    pub(crate) code: u16,
+    pub(crate) message: String,
+}
+
 /// Something that holds the port and is no daemon may never answer.
 const HEALTH_PATIENCE: Duration = Duration::from_secs(5);
+
+impl Sandbox {
+    /// Whether it is not paused.
+    pub(crate) fn runs(&self) -> bool {
+        self.state != "paused"
+    }
+}
 
 impl Http {
     /// Whether a daemon answers.
@@ -196,6 +222,33 @@ impl Http {
     pub(crate) async fn kill(&self, id: &str) -> Result<(), CliError> {
         let request = self.request(Method::DELETE, &format!("/sandboxes/{}", segment(id)));
         self.send(finish(request, full(""))?).await.map(drop)
+    }
+
+    pub(crate) async fn pause(&self, id: &str) -> Result<(), CliError> {
+        let request = self.request(Method::POST, &format!("/sandboxes/{}/pause", segment(id)));
+        self.send(finish(request, full(""))?).await.map(drop)
+    }
+
+    /// Resumes a sandbox if it is paused.
+    pub(crate) async fn connect(&self, id: &str, seconds: u64) -> Result<(), CliError> {
+        let request = self
+            .request(Method::POST, &format!("/v2/sandboxes/{}/connect", segment(id)))
+            .header(http::header::CONTENT_TYPE, "application/json");
+        let body = json!({"timeout": seconds}).to_string();
+        self.send(finish(request, full(body))?).await.map(drop)
+    }
+
+    pub(crate) async fn fork(
+        &self,
+        id: &str,
+        count: u32,
+        seconds: u64,
+    ) -> Result<Vec<Child>, CliError> {
+        let request = self
+            .request(Method::POST, &format!("/sandboxes/{}/fork", segment(id)))
+            .header(http::header::CONTENT_TYPE, "application/json");
+        let body = json!({"timeout": seconds, "count": count}).to_string();
+        self.json(finish(request, full(body))?).await
     }
 
     pub(crate) async fn logs(&self, id: &str) -> Result<Logs, CliError> {

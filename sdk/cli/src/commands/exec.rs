@@ -30,7 +30,7 @@ pub(super) async fn run(http: &Http, run: &Run, output: Output) -> Result<ExitCo
     let sandbox = http
         .create(&NewSandbox {
             template: &run.template,
-            timeout_seconds: run.new.timeout,
+            timeout_seconds: run.new.lifetime.seconds,
             metadata: &run.new.metadata,
             environment: &[],
         })

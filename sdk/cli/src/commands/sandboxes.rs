@@ -1,4 +1,4 @@
-//! `create`, `ls`, `kill`, `logs`, `stats`.
+//! `create`, `ls`, `pause`, `resume`, `fork`, `kill`, `logs`, `stats`.
 
 use std::process::ExitCode;
 
@@ -8,14 +8,14 @@ use serde_json::json;
 use crate::client::Http;
 use crate::client::api::{Metrics, NewSandbox, Sandbox};
 use crate::error::CliError;
-use crate::flags::{Create, Kill, Ls};
+use crate::flags::{Create, Fork, Kill, Ls, Pause, Resume};
 use crate::output::{self, Output};
 
 pub(super) async fn create(http: &Http, create: &Create, output: Output) -> Result<(), CliError> {
     let sandbox = http
         .create(&NewSandbox {
             template: &create.template,
-            timeout_seconds: create.new.timeout,
+            timeout_seconds: create.new.lifetime.seconds,
             metadata: &create.new.metadata,
             environment: &create.env,
         })
@@ -44,7 +44,12 @@ fn row(sandbox: &Sandbox, now: Timestamp) -> Vec<String> {
     let between =
         |from: Timestamp, to: Timestamp| output::duration(to.as_second() - from.as_second());
     let age = sandbox.started_at.parse().map_or_else(|_| "?".to_owned(), |time| between(time, now));
-    let left = sandbox.end_at.parse().map_or_else(|_| "?".to_owned(), |time| between(now, time));
+    let left = match sandbox.end_at.parse() {
+        // A paused one has no time limit.
+        Ok(_) if !sandbox.runs() => "-".to_owned(),
+        Ok(time) => between(now, time),
+        Err(_) => "?".to_owned(),
+    };
     let metadata: Vec<String> =
         sandbox.metadata.iter().flatten().map(|(key, value)| format!("{key}={value}")).collect();
     vec![
@@ -55,6 +60,51 @@ fn row(sandbox: &Sandbox, now: Timestamp) -> Vec<String> {
         left,
         metadata.join(","),
     ]
+}
+
+/// Pauses all that it can; fails if one could not be paused.
+pub(super) async fn pause(
+    http: &Http,
+    pause: &Pause,
+    output: Output,
+) -> Result<ExitCode, CliError> {
+    let mut paused = Vec::new();
+    for id in &pause.ids {
+        match http.pause(id).await {
+            Ok(()) => paused.push(id.as_str()),
+            Err(error @ CliError::Connect { .. }) => return Err(error),
+            Err(error) => output.error(&error),
+        }
+    }
+    output.result(&json!({"paused": paused}), || paused.join("\n"));
+    Ok(all_or_nothing(paused.len() == pause.ids.len()))
+}
+
+pub(super) async fn resume(http: &Http, resume: &Resume, output: Output) -> Result<(), CliError> {
+    http.connect(&resume.id, resume.lifetime.seconds).await?;
+    output.result(&json!({"resumed": resume.id}), || resume.id.clone());
+    Ok(())
+}
+
+/// Prints the ids of the children; fails if there are fewer than were asked for.
+pub(super) async fn fork(http: &Http, fork: &Fork, output: Output) -> Result<ExitCode, CliError> {
+    let children = http.fork(&fork.id, fork.count, fork.lifetime.seconds).await?;
+    let mut ids = Vec::new();
+    for child in &children {
+        match (&child.sandbox, &child.error) {
+            (Some(sandbox), _) => ids.push(sandbox.id.as_str()),
+            (None, Some(error)) => {
+                output.error(&CliError::Api { status: error.code, message: error.message.clone() })
+            }
+            (None, None) => {}
+        }
+    }
+    output.result(&json!({"parent": fork.id, "children": ids}), || ids.join("\n"));
+    Ok(all_or_nothing(ids.len() == children.len()))
+}
+
+fn all_or_nothing(all: bool) -> ExitCode {
+    if all { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// Kills all that it can; fails if one could not be killed.
@@ -79,7 +129,7 @@ pub(super) async fn kill(http: &Http, kill: &Kill, output: Output) -> Result<Exi
         }
     }
     output.result(&json!({"killed": killed}), || killed.join("\n"));
-    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(all_or_nothing(!failed))
 }
 
 pub(super) async fn logs(http: &Http, id: &str, output: Output) -> Result<(), CliError> {
@@ -103,7 +153,8 @@ struct Usage {
 pub(super) async fn stats(http: &Http, ids: &[String], output: Output) -> Result<(), CliError> {
     let node = http.node().await?;
     let ids = if ids.is_empty() {
-        http.sandboxes(&[]).await?.into_iter().map(|sandbox| sandbox.id).collect()
+        let all = http.sandboxes(&[]).await?.into_iter();
+        all.filter(Sandbox::runs).map(|sandbox| sandbox.id).collect()
     } else {
         ids.to_vec()
     };
