@@ -45,6 +45,7 @@ pub struct Metrics {
     create_seconds: Histogram,
     ends: Family<EndLabels, Counter>,
     sandboxes: Gauge,
+    paused: Gauge,
     requests: Family<RequestLabels, Counter>,
     proxied: Family<OutcomeLabels, Counter>,
     streams: Gauge,
@@ -60,6 +61,7 @@ impl Metrics {
             Histogram::new([0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 20.0]);
         let ends = Family::default();
         let sandboxes = Gauge::default();
+        let paused = Gauge::default();
         let requests = Family::default();
         let proxied = Family::default();
         let streams = Gauge::default();
@@ -74,6 +76,7 @@ impl Metrics {
         );
         registry.register("ends", "Sandboxes that ended, by cause", ends.clone());
         registry.register("sandboxes", "Sandboxes alive or in transition", sandboxes.clone());
+        registry.register("sandboxes_paused", "Sandboxes on disk", paused.clone());
         registry.register("requests", "Requests to the API, by route and status", requests.clone());
         registry.register("proxied", "Requests to sandboxes, by outcome", proxied.clone());
         registry.register("streams", "Requests to sandboxes under way", streams.clone());
@@ -85,6 +88,7 @@ impl Metrics {
             create_seconds,
             ends,
             sandboxes,
+            paused,
             requests,
             proxied,
             streams,
@@ -109,8 +113,9 @@ impl Metrics {
         self.ends.get_or_create(&EndLabels { cause: cause.label() }).inc();
     }
 
-    pub fn sandboxes(&self, count: usize) {
-        self.sandboxes.set(i64::try_from(count).unwrap_or(i64::MAX));
+    pub fn sandboxes(&self, alive: usize, paused: usize) {
+        self.sandboxes.set(i64::try_from(alive).unwrap_or(i64::MAX));
+        self.paused.set(i64::try_from(paused).unwrap_or(i64::MAX));
     }
 
     pub fn request(&self, method: &http::Method, route: &str, status: u16) {
@@ -164,7 +169,7 @@ mod tests {
         let metrics = Metrics::new();
         metrics.create(CreateOutcome::Created, Duration::from_millis(3));
         metrics.end(EndCause::Timeout);
-        metrics.sandboxes(7);
+        metrics.sandboxes(7, 3);
         metrics.request(&http::Method::GET, "/health", 200);
         metrics.proxied("ok");
         let _guard = metrics.stream();
@@ -176,6 +181,7 @@ mod tests {
             "warren_create_seconds_count 1",
             "warren_ends_total{cause=\"timeout\"} 1",
             "warren_sandboxes 7",
+            "warren_sandboxes_paused 3",
             "warren_requests_total{method=\"GET\",route=\"/health\",status=\"200\"} 1",
             "warren_proxied_total{outcome=\"ok\"} 1",
             "warren_streams 1",

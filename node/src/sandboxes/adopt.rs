@@ -10,7 +10,6 @@
 //! | no | no, but files | files removed |
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use futures_util::StreamExt;
 use futures_util::stream;
@@ -86,7 +85,7 @@ impl Sandboxes {
                         tracing::warn!(sandbox_id = %id, %error, "record not stored");
                     }
                 }
-                self.0.paused.fetch_add(1, Ordering::Relaxed);
+                self.one_asleep();
                 self.insert(&Arc::new(Sandbox::new(record, Phase::Paused)));
                 tracing::debug!(sandbox_id = %id, "paused sandbox found");
             }

@@ -5,7 +5,6 @@
 //! record is removed from the store.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::{Phase, Sandbox, Sandboxes};
@@ -75,7 +74,7 @@ impl Sandboxes {
             Err(_) => Ended::Gone,
             Ok(before @ (Phase::Running | Phase::Paused)) => {
                 if before == Phase::Paused {
-                    self.0.paused.fetch_sub(1, Ordering::Relaxed);
+                    self.one_awake();
                 }
                 sandbox.over().cancel();
                 let this = self.clone();

@@ -155,6 +155,22 @@ impl Sandboxes {
         self.table().len().saturating_sub(self.paused())
     }
 
+    /// One more is paused.
+    fn one_asleep(&self) {
+        self.0.paused.fetch_add(1, Ordering::Relaxed);
+        self.publish();
+    }
+
+    /// One that was paused is not any more.
+    fn one_awake(&self) {
+        self.0.paused.fetch_sub(1, Ordering::Relaxed);
+        self.publish();
+    }
+
+    fn publish(&self) {
+        self.0.metrics.sandboxes(self.count(), self.paused());
+    }
+
     pub fn paused(&self) -> usize {
         self.0.paused.load(Ordering::Relaxed)
     }
@@ -227,15 +243,14 @@ impl Sandboxes {
     fn reserve(&self, record: SandboxRecord) -> Result<Arc<Sandbox>, AdmissionError> {
         let memory_available_bytes = self.memory().available;
         let sandbox = Arc::new(Sandbox::new(record, Phase::Creating));
-        let count = {
+        {
             let mut table = self.table();
             let sandboxes = table.len().saturating_sub(self.paused());
             let load = Load { sandboxes, memory_available_bytes };
             admission::admit(self.0.limits, load)?;
             table.insert(sandbox.id().clone(), Arc::clone(&sandbox));
-            table.len()
-        };
-        self.0.metrics.sandboxes(count);
+        }
+        self.publish();
         Ok(sandbox)
     }
 
@@ -247,21 +262,13 @@ impl Sandboxes {
     }
 
     fn insert(&self, sandbox: &Arc<Sandbox>) {
-        let count = {
-            let mut table = self.table();
-            table.insert(sandbox.id().clone(), Arc::clone(sandbox));
-            table.len()
-        };
-        self.0.metrics.sandboxes(count);
+        self.table().insert(sandbox.id().clone(), Arc::clone(sandbox));
+        self.publish();
     }
 
     fn forget(&self, sandbox: &Sandbox) {
-        let count = {
-            let mut table = self.table();
-            table.remove(sandbox.id());
-            table.len()
-        };
-        self.0.metrics.sandboxes(count);
+        self.table().remove(sandbox.id());
+        self.publish();
         self.0.deadlines.remove(sandbox.id(), sandbox.with_record(|record| record.end_at));
     }
 

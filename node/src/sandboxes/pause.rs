@@ -11,7 +11,6 @@
 //! the client leaves.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use jiff::Timestamp;
@@ -112,7 +111,7 @@ impl Sandboxes {
         sandbox.set_record(record);
         match sandbox.advance(Event::Asleep) {
             Ok(_) => {
-                self.0.paused.fetch_add(1, Ordering::Relaxed);
+                self.one_asleep();
                 tracing::info!(sandbox_id = %sandbox.id(),
                     took_ms = begin.elapsed().as_millis(), "sandbox paused");
                 Ok(stored?)
@@ -174,7 +173,8 @@ impl Sandboxes {
         paused.advance(Event::Replaced).ok()?;
         let again = Arc::new(Sandbox::new(paused.record(), Phase::Creating));
         table.insert(again.id().clone(), Arc::clone(&again));
-        self.0.paused.fetch_sub(1, Ordering::Relaxed);
+        drop(table);
+        self.one_awake();
         Some(again)
     }
 
@@ -241,7 +241,7 @@ impl Sandboxes {
         if let Err(error) = self.commit(vec![Change::PutSandbox(Box::new(record.clone()))]).await {
             tracing::warn!(sandbox_id = %sandbox.id(), %error, "record not stored");
         }
-        self.0.paused.fetch_add(1, Ordering::Relaxed);
+        self.one_asleep();
         self.insert(&Arc::new(Sandbox::new(record, Phase::Paused)));
     }
 

@@ -43,6 +43,10 @@ async fn paused_sandbox_takes_no_place_and_comes_back_as_it_was() {
     assert_eq!(pause(&node, &id).await, StatusCode::CONFLICT);
     assert_eq!(health(&node, &id).await, StatusCode::BAD_GATEWAY);
     assert_eq!(states(&node, "").await, ["paused"]);
+    let metrics = node.ask(http::Request::get("/metrics").body(Body::empty()).unwrap()).await;
+    let metrics = String::from_utf8(metrics.body).unwrap();
+    assert!(metrics.contains("warren_sandboxes 0\n"), "{metrics}");
+    assert!(metrics.contains("warren_sandboxes_paused 1\n"), "{metrics}");
     assert_eq!(states(&node, "?state=running").await, [""; 0]);
     let detail = node.api(Method::GET, &format!("/sandboxes/{id}"), None).await.json();
     assert_eq!((&detail["state"], &detail["pauseMode"]), (&json!("paused"), &json!("full")));
