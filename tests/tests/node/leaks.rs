@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use warren_tests::{Census, Need, TestNode, missing};
 
-const CYCLES: usize = 20;
+const CYCLES: usize = 500;
 /// Idle connections and worker threads come and go.
 const SLACK: usize = 3;
 
