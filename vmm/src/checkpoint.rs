@@ -69,22 +69,17 @@ pub fn take(microvm: &mut Microvm, request: CheckpointRequest) -> Result<Taken, 
     let (serves, ready) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC).step(step, "")?;
     let began = Instant::now();
     let was = microvm.pause()?;
-    let stop_us = process::microseconds(began);
-    let taken = freeze_and_fork(microvm, request, (listener, ready), began);
-    if let Ok(Taken::Frozen(_)) = taken {
-        return taken;
-    }
+    let reply = match freeze_and_fork(microvm, request, (listener, ready), began) {
+        Ok(Taken::Frozen(frozen)) => return Ok(Taken::Frozen(frozen)),
+        Ok(Taken::Clone(reply)) => Ok(reply),
+        Err(error) => Err(error),
+    };
     // A microVM that a client had paused stays so.
     microvm.go_back_to(was)?;
-    match taken? {
-        Taken::Clone(mut reply) => {
-            reply.timings.stop_us = stop_us;
-            reply.timings.pause_us = process::microseconds(began);
-            await_frozen(&serves)?;
-            Ok(Taken::Clone(reply))
-        }
-        frozen @ Taken::Frozen(_) => Ok(frozen),
-    }
+    let mut reply = reply?;
+    reply.timings.pause_us = process::microseconds(began);
+    await_frozen(&serves)?;
+    Ok(Taken::Clone(reply))
 }
 
 /// The frozen process must be the one that listens before anyone asks who does.
@@ -124,7 +119,7 @@ fn freeze_and_fork(
     (listener, ready): (ControlListener, OwnedFd),
     began: Instant,
 ) -> Result<Taken, VmmError> {
-    let stopped = process::microseconds(began);
+    let stop_us = process::microseconds(began);
     let vcpus = microvm.save_vcpus()?;
     let parts = microvm.parts();
     parts.devices.for_each(MmioTransport::quiesce);
@@ -144,7 +139,8 @@ fn freeze_and_fork(
         Side::Parent(pid) => pid,
     };
     let timings = CheckpointTimings {
-        save_us: saved - stopped,
+        stop_us,
+        save_us: saved - stop_us,
         fork_us: process::microseconds(began) - saved,
         ..CheckpointTimings::default()
     };

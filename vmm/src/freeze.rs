@@ -49,12 +49,11 @@ pub fn is_idle(vcpus: &[VcpuState]) -> bool {
     })
 }
 
-/// All state of a paused microVM but its RAM. Its devices are at rest afterwards.
+/// All state of a paused microVM but its RAM. Its devices are at rest.
 ///
 /// # Errors
 /// When a part cannot be saved.
 pub fn collect(parts: &Parts, vcpus: Vec<VcpuState>) -> Result<MicrovmState, VmmError> {
-    parts.devices.for_each(MmioTransport::quiesce);
     let mut devices = Vec::with_capacity(parts.kinds.len());
     let mut kinds = parts.kinds.iter();
     parts.devices.for_each(|transport| {
@@ -82,6 +81,7 @@ pub fn save(parts: &Parts, vcpus: Vec<VcpuState>, directory: &Path) -> Result<()
     let Some(ram) = &parts.build_ram else {
         return Err(VmmError::new("save a template", "", "this microVM is a clone"));
     };
+    parts.devices.for_each(MmioTransport::quiesce);
     let state = collect(parts, vcpus)?;
     let path = directory.join(MEMORY_FILE);
     let step = || format!("write RAM image {}", path.display());

@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
@@ -56,14 +57,11 @@ impl RamDiff {
         for Run { start, bytes } in private_runs(memory)? {
             runs.push(((start - end_of_last) / PAGE_BYTES, bytes / PAGE_BYTES));
             end_of_last = start + bytes;
-            let mut at = start;
-            while at < end_of_last {
-                let length = length(end_of_last - at).min(buffer.len());
+            for (at, length) in pieces(start..end_of_last) {
                 let part = &mut buffer[..length];
                 memory.read_slice(part, GuestAddress(at)).map_err(io::Error::other)?;
                 hasher.update(part);
                 file.write_all(part)?;
-                at += u64::try_from(length).expect("a length fits 64 bits");
             }
         }
         Ok(Self { template, runs, checksum: *hasher.finalize().as_bytes() })
@@ -89,16 +87,13 @@ impl RamDiff {
             let outside = || DiffError::Place(start);
             let end = start.checked_add(*count).ok_or_else(outside)?;
             end.checked_mul(PAGE_BYTES).ok_or_else(outside)?;
-            let (mut at, end_of_run) = (start * PAGE_BYTES, end * PAGE_BYTES);
-            while at < end_of_run {
-                let length = length(end_of_run - at).min(buffer.len());
+            for (at, length) in pieces(start * PAGE_BYTES..end * PAGE_BYTES) {
                 let part = &mut buffer[..length];
                 file.read_exact(part)?;
                 hasher.update(part);
                 memory
                     .write_slice(part, GuestAddress(at))
                     .map_err(|_| DiffError::Place(at / PAGE_BYTES))?;
-                at += u64::try_from(length).expect("a length fits 64 bits");
             }
             page = end;
         }
@@ -112,8 +107,12 @@ impl RamDiff {
     }
 }
 
-fn length(bytes: u64) -> usize {
-    usize::try_from(bytes).unwrap_or(usize::MAX)
+/// Starts and lengths of pieces of `range` that fit the buffer.
+fn pieces(range: Range<u64>) -> impl Iterator<Item = (u64, usize)> {
+    let end = range.end;
+    range
+        .step_by(BUFFER_BYTES)
+        .map(move |at| (at, usize::try_from(end - at).unwrap_or(usize::MAX).min(BUFFER_BYTES)))
 }
 
 #[cfg(test)]

@@ -84,29 +84,30 @@ impl VsockDevice {
         if state.guest_cid <= HOST_CID {
             return Err(VsockError::Cid(state.guest_cid));
         }
-        Self::with_state(&config, state, false)
+        Self::with_state(&config, state, Reset::None)
     }
 
     /// A device from saved state. Its socket exists from now on.
     pub fn restore(config: VsockConfig, version: u16, bytes: &[u8]) -> Result<Self, VsockError> {
         let state = persist::restore(version, bytes)?;
-        let reset = match config.reset_on_restore {
+        let tell = match config.reset_on_restore {
             ResetOnRestore::IfConnected => state.guest_has_connections,
             ResetOnRestore::Always => true,
             ResetOnRestore::Never => false,
         };
+        let reset = if tell { Reset::Untold } else { Reset::None };
         Self::with_state(&config, state, reset)
     }
 
     fn with_state(
         config: &VsockConfig,
         state: VsockState,
-        reset_pending: bool,
+        reset: Reset,
     ) -> Result<Self, VsockError> {
         Ok(Self {
             mux: Mux::new(&config.path, state.guest_cid, state.next_host_port)?,
             chain: Chain::default(),
-            reset: if reset_pending { Reset::Untold } else { Reset::None },
+            reset,
             transmit_held: false,
         })
     }
