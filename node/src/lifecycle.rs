@@ -140,6 +140,16 @@ impl Phase {
         }
     }
 
+    /// The sandbox runs or is paused, or is on its way from one to the other.
+    pub fn lasts(self) -> bool {
+        match self {
+            Self::Running | Self::Pausing | Self::Paused => true,
+            Self::Creating | Self::Replaced | Self::Killing(_) | Self::Gone(_) | Self::Failed => {
+                false
+            }
+        }
+    }
+
     /// Something is being done to the sandbox that ends by itself.
     pub fn is_passing(self) -> bool {
         match self {

@@ -41,8 +41,15 @@ pub async fn handle(
 ) -> Response<Body> {
     let (target, sandbox) = match route {
         Route::Sandbox(target) => {
-            let wake_for = wake_time(sandboxes, &target, &request);
-            match awake(sandboxes, target.id.as_str(), wake_for).await {
+            let id = target.id.as_str();
+            let sandbox = match sandboxes.running(id) {
+                Some(sandbox) => Some(sandbox),
+                None => match wake_time(sandboxes, &target, &request) {
+                    Some(timeout) => wake(sandboxes, id, timeout).await,
+                    None => None,
+                },
+            };
+            match sandbox {
                 Some(sandbox) => (target, sandbox),
                 None => {
                     sandboxes.metrics().proxied("not_found");
@@ -89,16 +96,9 @@ pub async fn handle(
     }
 }
 
-/// A running sandbox; one that is paused and asked for it is resumed.
-async fn awake(
-    sandboxes: &Sandboxes,
-    id: &str,
-    wake_for: Option<Duration>,
-) -> Option<Arc<Sandbox>> {
-    if let Some(sandbox) = sandboxes.running(id) {
-        return Some(sandbox);
-    }
-    match sandboxes.connect(id, wake_for?).await? {
+/// Resumes a paused sandbox for a request to it.
+async fn wake(sandboxes: &Sandboxes, id: &str, timeout: Duration) -> Option<Arc<Sandbox>> {
+    match sandboxes.connect(id, timeout).await? {
         Ok(Connected::Running(sandbox) | Connected::Resumed(sandbox)) => Some(sandbox),
         Err(error) => {
             tracing::error!(sandbox_id = id, error = %chain(&error), "not resumed for a request");

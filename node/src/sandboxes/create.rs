@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use jiff::Timestamp;
-use tokio::sync::{SemaphorePermit, oneshot};
+use tokio::sync::SemaphorePermit;
 
 use super::sandbox::Live;
 use super::{Sandbox, Sandboxes, deadline};
@@ -113,9 +113,8 @@ impl Sandboxes {
                 return Err(error.into());
             }
         };
-        let (done, outcome) = oneshot::channel();
         let this = self.clone();
-        self.0.work.spawn(async move {
+        let work = async move {
             let outcome = this.make(&sandbox, &template, timeout, request.ticket).await;
             let counted = match &outcome {
                 Ok(()) => CreateOutcome::Created,
@@ -126,14 +125,18 @@ impl Sandboxes {
                 }
             };
             this.0.metrics.create(counted, begin.elapsed());
-            let made = outcome.is_ok();
-            let reply = outcome.map(|()| Arc::clone(&sandbox));
+            outcome.map(|()| sandbox)
+        };
+        let this = self.clone();
+        let unclaimed = move |outcome: Result<Arc<Sandbox>, _>| {
             // Without an idempotency key nobody could ever learn the id.
-            if done.send(reply).is_err() && made && !keeps_without_client {
+            if let Ok(sandbox) = outcome
+                && !keeps_without_client
+            {
                 this.end(&sandbox, EndCause::Abandoned);
             }
-        });
-        outcome.await.unwrap_or(Err(CreateError::Stopping))
+        };
+        self.to_its_end(work, unclaimed).await.unwrap_or(Err(CreateError::Stopping))
     }
 
     async fn make(

@@ -26,7 +26,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use jiff::{SignedDuration, Timestamp};
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, oneshot};
 use tokio_util::task::TaskTracker;
 
 pub use self::adopt::AdoptError;
@@ -137,17 +137,12 @@ impl Sandboxes {
 
     /// All running and paused sandboxes, in no order.
     pub fn all_lasting(&self) -> Vec<Arc<Sandbox>> {
-        let lasts = |sandbox: &&Arc<Sandbox>| {
-            matches!(sandbox.phase(), Phase::Running | Phase::Pausing | Phase::Paused)
-        };
-        self.table().values().filter(lasts).cloned().collect()
+        self.table().values().filter(|sandbox| sandbox.phase().lasts()).cloned().collect()
     }
 
     /// A running sandbox, or one that is or is being paused.
     pub fn lasting(&self, id: &str) -> Option<Arc<Sandbox>> {
-        self.find(id).filter(|sandbox| {
-            matches!(sandbox.phase(), Phase::Running | Phase::Pausing | Phase::Paused)
-        })
+        self.find(id).filter(|sandbox| sandbox.phase().lasts())
     }
 
     /// Sandboxes alive or in transition; paused ones do not count.
@@ -221,6 +216,22 @@ impl Sandboxes {
         sandbox.set_times(sandbox.with_record(|record| record.started_at), end_at);
         self.0.deadlines.set(sandbox.id(), Some(before), end_at);
         Ok(())
+    }
+
+    /// Does `work` to its end even if whoever asked for it leaves; its outcome is then given
+    /// to `unclaimed`. `None`: the node is stopping.
+    async fn to_its_end<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+        unclaimed: impl FnOnce(T) + Send + 'static,
+    ) -> Option<T> {
+        let (done, outcome) = oneshot::channel();
+        self.0.work.spawn(async move {
+            if let Err(outcome) = done.send(work.await) {
+                unclaimed(outcome);
+            }
+        });
+        outcome.await.ok()
     }
 
     async fn commit(&self, batch: Vec<Change>) -> Result<(), StoreError> {

@@ -14,7 +14,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use tokio::sync::oneshot;
 
 use super::create::{CreateError, Failure, Undone, child_record};
 use super::{Phase, Sandbox, Sandboxes};
@@ -63,16 +62,13 @@ impl Sandboxes {
             }
             Err(_) => return Err(PauseError::NotFound),
         }
-        let (done, outcome) = oneshot::channel();
         let this = self.clone();
-        self.0.work.spawn(async move {
-            let outcome = this.put_to_sleep(&sandbox).await;
-            if let Err(error) = &outcome {
+        let work = async move {
+            this.put_to_sleep(&sandbox).await.inspect_err(|error| {
                 tracing::error!(sandbox_id = %sandbox.id(), error = %chain(error), "pause failed");
-            }
-            let _ = done.send(outcome);
-        });
-        outcome.await.unwrap_or(Err(PauseError::Stopping))
+            })
+        };
+        self.to_its_end(work, drop).await.unwrap_or(Err(PauseError::Stopping))
     }
 
     /// For a sandbox whose time is over and that asked for this: a pause that fails for
@@ -183,16 +179,14 @@ impl Sandboxes {
         sandbox: Arc<Sandbox>,
         timeout: Duration,
     ) -> Result<Arc<Sandbox>, CreateError> {
-        let (done, outcome) = oneshot::channel();
         let this = self.clone();
-        self.0.work.spawn(async move {
-            let outcome = this.wake_up(&sandbox, timeout).await;
-            if let Err(error) = &outcome {
+        let work = async move {
+            let outcome = this.wake_up(&sandbox, timeout).await.inspect_err(|error| {
                 tracing::error!(sandbox_id = %sandbox.id(), error = %chain(error), "resume failed");
-            }
-            let _ = done.send(outcome.map(|()| sandbox));
-        });
-        outcome.await.unwrap_or(Err(CreateError::Stopping))
+            });
+            outcome.map(|()| sandbox)
+        };
+        self.to_its_end(work, drop).await.unwrap_or(Err(CreateError::Stopping))
     }
 
     async fn wake_up(&self, sandbox: &Arc<Sandbox>, timeout: Duration) -> Result<(), CreateError> {
@@ -255,19 +249,16 @@ impl Sandboxes {
         count: usize,
         timeout: Duration,
     ) -> Result<Vec<Result<Arc<Sandbox>, CreateError>>, CreateError> {
-        let (done, outcome) = oneshot::channel();
+        let (this, parent) = (self.clone(), Arc::clone(parent));
+        let work = async move { this.bear(&parent, count, timeout).await };
         let this = self.clone();
-        let parent = Arc::clone(parent);
-        self.0.work.spawn(async move {
-            let outcome = this.bear(&parent, count, timeout).await;
-            if let Err(Ok(children)) = done.send(outcome) {
-                // Nobody could ever learn their ids.
-                for child in children.into_iter().flatten() {
-                    this.end(&child, EndCause::Abandoned);
-                }
+        let unclaimed = move |outcome: Result<Vec<Result<Arc<Sandbox>, _>>, _>| {
+            // Nobody could ever learn their ids.
+            for child in outcome.into_iter().flatten().flatten() {
+                this.end(&child, EndCause::Abandoned);
             }
-        });
-        outcome.await.unwrap_or(Err(CreateError::Stopping))
+        };
+        self.to_its_end(work, unclaimed).await.unwrap_or(Err(CreateError::Stopping))
     }
 
     async fn bear(

@@ -222,19 +222,16 @@ fn make_database(path: &Path) -> Result<(), StoreError> {
     let failed =
         |source: redb::Error| StoreError::Open { path: path.to_owned(), source: Box::new(source) };
     let unfinished = path.with_extension("new");
-    let made = std::fs::remove_file(&unfinished)
-        .or_else(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => Ok(()),
-            _ => Err(failed(error.into())),
-        })
-        .and_then(|()| open_database(&unfinished))
-        .and_then(|database| initialise(&database).map_err(failed))
-        .and_then(|_| std::fs::rename(&unfinished, path).map_err(|error| failed(error.into())));
-    if made.is_err() {
+    let make = || {
+        initialise(&open_database(&unfinished)?).map_err(failed)?;
+        std::fs::rename(&unfinished, path).map_err(|error| failed(error.into()))
+    };
+    // Of an earlier try; if it cannot be removed, opening it says why.
+    let _ = std::fs::remove_file(&unfinished);
+    make().inspect_err(|_| {
         // What is left of it takes room that the next try needs.
         let _ = std::fs::remove_file(&unfinished);
-    }
-    made
+    })
 }
 
 fn open_database(path: &Path) -> Result<Database, StoreError> {

@@ -21,7 +21,8 @@ use warren_vmm_api::{
     VmStatus, VmVerb,
 };
 
-use super::{DISK, Microvms, control, find_process, layout};
+use super::template::SPAWN_LIMIT;
+use super::{DISK, Microvms, blocking, control, find_process, layout};
 use crate::ids::{SandboxId, TemplateName};
 use crate::kinds::KindError;
 
@@ -31,8 +32,6 @@ const STOP_LIMIT: Duration = Duration::from_secs(60);
 const CHECKPOINT_LIMIT: Duration = Duration::from_secs(60);
 /// All of a guest's memory, to a slow disk.
 const SAVE_LIMIT: Duration = Duration::from_secs(600);
-/// Normally a millisecond.
-const SPAWN_LIMIT: Duration = Duration::from_secs(20);
 
 const SNAPSHOT: &str = "snapshot";
 const UNFINISHED_SNAPSHOT: &str = "snapshot.new";
@@ -50,25 +49,25 @@ struct Layers {
 impl Microvms {
     /// Puts a clone on disk and ends its process. On failure it runs on.
     pub(super) async fn hibernate(&self, id: &SandboxId) -> Result<(), KindError> {
-        let run = self.layout.sandbox_run(id);
-        let control = run.join("control.sock");
-        let _: VmStatus = control::ask(&control, VmVerb::Pause, STOP_LIMIT)
-            .await
-            .map_err(|error| error.into_kind("stop the sandbox's vCPUs"))?;
+        self.ask(id, VmVerb::Pause).await?;
         let saved = self.put_on_disk(id).await;
         self.end_frozen(id).await?;
         if let Err(error) = saved {
-            let _: VmStatus = control::ask(&control, VmVerb::Resume, STOP_LIMIT)
-                .await
-                .map_err(|error| error.into_kind("let the sandbox's vCPUs run again"))?;
+            self.ask(id, VmVerb::Resume).await?;
             return Err(error);
         }
         // From here on it is paused, whatever happens to this daemon.
-        if let Some(process) = find_process(&control).await? {
-            process.kill().map_err(KindError::io("end the paused clone"))?;
-            process.ended().await;
-        }
         self.leave_run_directory(id).await
+    }
+
+    async fn ask(&self, id: &SandboxId, verb: VmVerb) -> Result<VmStatus, KindError> {
+        let step = match &verb {
+            VmVerb::Pause => "stop the sandbox's vCPUs",
+            VmVerb::Resume => "let the sandbox's vCPUs run again",
+            _ => "ask the sandbox's VMM",
+        };
+        let control = self.layout.sandbox_run(id).join("control.sock");
+        control::ask(&control, verb, STOP_LIMIT).await.map_err(|error| error.into_kind(step))
     }
 
     async fn put_on_disk(&self, id: &SandboxId) -> Result<(), KindError> {
@@ -101,7 +100,7 @@ impl Microvms {
         tracing::debug!(sandbox_id = %id, pause_us = reply.timings.pause_us,
             save_us = saved.save_us, page_bytes = saved.page_bytes, "snapshot written");
         let (state, unfinished) = (state.to_owned(), unfinished.to_owned());
-        let finish = move || {
+        let finish = move || -> std::io::Result<()> {
             let path = unfinished.join(LAYERS_FILE);
             std::fs::write(&path, serde_json::to_vec(&Layers { disk })?)?;
             File::open(&path)?.sync_all()?;
@@ -111,7 +110,7 @@ impl Microvms {
             std::fs::rename(&unfinished, &snapshot)?;
             File::open(&state)?.sync_all()
         };
-        blocking(finish).await.map_err(KindError::io("finish the snapshot"))
+        blocking(move || finish().map_err(KindError::io("finish the snapshot"))).await
     }
 
     /// Keeps a clone's moment as a frozen process.
@@ -185,25 +184,19 @@ impl Microvms {
     pub(super) async fn drop_snapshot(&self, id: &SandboxId) -> Result<(), KindError> {
         let state = self.layout.sandbox_state(id);
         blocking(move || {
-            layout::remove_tree(&state.join(SNAPSHOT))?;
-            layout::remove_tree(&state.join(UNFINISHED_SNAPSHOT))
+            layout::remove_tree(&state.join(SNAPSHOT))
+                .and_then(|()| layout::remove_tree(&state.join(UNFINISHED_SNAPSHOT)))
+                .map_err(KindError::io("remove the snapshot"))
         })
         .await
-        .map_err(KindError::io("remove the snapshot"))
     }
 
     /// After a daemon was killed while it paused a clone: the clone goes on.
     pub(super) async fn go_on(&self, id: &SandboxId) -> Result<(), KindError> {
         self.end_frozen(id).await?;
         self.drop_snapshot(id).await?;
-        let control = self.layout.sandbox_run(id).join("control.sock");
-        let ask = async |verb| {
-            control::ask::<_, VmStatus>(&control, verb, STOP_LIMIT)
-                .await
-                .map_err(|error| error.into_kind("let the sandbox's vCPUs run again"))
-        };
-        match ask(VmVerb::Status).await?.state {
-            VmState::Paused => ask(VmVerb::Resume).await.map(drop),
+        match self.ask(id, VmVerb::Status).await?.state {
+            VmState::Paused => self.ask(id, VmVerb::Resume).await.map(drop),
             VmState::Running | VmState::Stopping => Ok(()),
         }
     }
@@ -282,10 +275,4 @@ fn layer_names(reply: &CheckpointReply, state: &Path) -> Result<Vec<String>, Kin
 
 fn read_layers(snapshot: &Path) -> std::io::Result<Layers> {
     Ok(serde_json::from_slice(&std::fs::read(snapshot.join(LAYERS_FILE))?)?)
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> std::io::Result<T> + Send + 'static,
-) -> std::io::Result<T> {
-    tokio::task::spawn_blocking(work).await.map_err(std::io::Error::other)?
 }

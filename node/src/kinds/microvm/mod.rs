@@ -22,6 +22,7 @@ mod layout;
 mod template;
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
@@ -48,7 +49,7 @@ const DISK: &str = "disk";
 #[derive(Debug)]
 pub struct Microvms {
     layout: Layout,
-    vmm: std::path::PathBuf,
+    vmm: PathBuf,
     templates: Arc<Templates>,
     cgroups: Option<Cgroups>,
     /// Moves into control groups, off the create path.
@@ -150,38 +151,40 @@ impl Microvms {
     /// Ends what runs of a sandbox that is on disk, and removes what it has outside its
     /// state directory.
     async fn leave_run_directory(&self, id: &SandboxId) -> Result<(), KindError> {
+        self.sweep(id, vec![self.layout.sandbox_run(id)]).await
+    }
+
+    async fn remove(&self, id: SandboxId) -> Result<(), KindError> {
+        let directories = vec![self.layout.sandbox_run(&id), self.layout.sandbox_state(&id)];
+        self.sweep(&id, directories).await
+    }
+
+    /// Ends what runs of a sandbox and nobody holds, then removes `directories` and its
+    /// control group.
+    async fn sweep(&self, id: &SandboxId, directories: Vec<PathBuf>) -> Result<(), KindError> {
         self.end_frozen(id).await?;
-        let run = self.layout.sandbox_run(id);
-        // A resume that was never answered.
-        if let Some(process) = find_process(&run.join("control.sock")).await? {
+        // Of a birth or resume that failed half-way, or was never answered.
+        if let Some(process) =
+            find_process(&self.layout.sandbox_run(id).join("control.sock")).await?
+        {
             process.kill().map_err(KindError::io("kill a stray clone"))?;
             process.ended().await;
         }
         let (id, cgroups) = (id.clone(), self.cgroups.clone());
-        let work = move || {
-            let removed = layout::remove_tree(&run)
-                .map_err(KindError::io(format!("remove {}", run.display())));
+        blocking(move || {
+            let removed = directories
+                .iter()
+                .map(|path| {
+                    layout::remove_tree(path)
+                        .map_err(KindError::io(format!("remove {}", path.display())))
+                })
+                .fold(Ok(()), Result::and);
             let ungrouped = cgroups.map_or(Ok(()), |cgroups| {
                 cgroups.remove(&id).map_err(KindError::io("remove the control group"))
             });
             removed.and(ungrouped)
-        };
-        tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
-            Err(KindError::Busy(format!("clean-up was interrupted: {error}")))
         })
-    }
-
-    async fn remove(&self, id: SandboxId) -> Result<(), KindError> {
-        let left = self.leave_run_directory(&id).await;
-        let state = self.layout.sandbox_state(&id);
-        let work = move || {
-            layout::remove_tree(&state)
-                .map_err(KindError::io(format!("remove {}", state.display())))
-        };
-        let freed = tokio::task::spawn_blocking(work).await.unwrap_or_else(|error| {
-            Err(KindError::Busy(format!("clean-up was interrupted: {error}")))
-        });
-        left.and(freed)
+        .await
     }
 
     async fn find_strays(&self, known: Vec<SandboxId>) -> Result<Vec<SandboxId>, KindError> {
@@ -299,6 +302,15 @@ impl Drop for Microvms {
             cgroups.remove_if_empty();
         }
     }
+}
+
+/// Does work on files on a thread for such.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, KindError> + Send + 'static,
+) -> Result<T, KindError> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|error| Err(KindError::Busy(format!("work on files broke off: {error}"))))
 }
 
 /// The process that listens on a control socket, if any does.

@@ -22,7 +22,7 @@ use crate::process::{self, Process};
 const START_LIMIT: Duration = Duration::from_secs(120);
 const START_POLL: Duration = Duration::from_millis(5);
 /// Normally a millisecond; generous for a host under pressure.
-const SPAWN_LIMIT: Duration = Duration::from_secs(20);
+pub(super) const SPAWN_LIMIT: Duration = Duration::from_secs(20);
 const STATUS_LIMIT: Duration = Duration::from_secs(20);
 /// Births that wait per template; the last one waits some seconds.
 const QUEUE_LENGTH_MAX: usize = 2048;
