@@ -20,7 +20,12 @@ pub(crate) enum CliError {
     #[error("talk HTTP to warrend")]
     Http(#[from] hyper::Error),
     #[error("warrend answered {status}: {message}")]
-    Api { status: u16, message: String },
+    Api {
+        status: u16,
+        message: String,
+        /// The reply's `error_code`, by which programs tell errors of one status apart.
+        code: Option<String>,
+    },
     #[error("{context}: {message} ({code})")]
     Rpc { context: &'static str, code: String, message: String },
     #[error("understand warrend's reply to {0}")]
@@ -53,7 +58,7 @@ impl CliError {
 
     /// Whether what was asked for is being done for somebody else.
     pub(crate) fn is_under_way(&self) -> bool {
-        matches!(self, Self::Api { status: 409, message } if message.contains("is being built"))
+        matches!(self, Self::Api { code: Some(code), .. } if code == "being_built")
     }
 
     pub(crate) fn file(
@@ -77,7 +82,7 @@ impl CliError {
             Self::Api { status: 401 | 403, .. } => {
                 "set WARREN_API_KEY, or run as a user who may read the file api-key in the node's state directory; if that is not the default, name it by --state-dir or WARREN_STATE_DIR"
             }
-            Self::Api { status: 404, message } if message.contains("emplate") => {
+            Self::Api { status: 404, message, .. } if message.contains("emplate") => {
                 "`warren template ls` lists templates; `warren template build` makes one"
             }
             Self::Api { status: 404 | 502, .. } => "`warren ls` lists the sandboxes that live",

@@ -124,6 +124,7 @@ pub(crate) struct ChildSandbox {
 pub(crate) struct ChildError {
     pub(crate) code: u16,
     pub(crate) message: String,
+    pub(crate) error_code: Option<String>,
 }
 
 /// Something that holds the port and is no daemon may never answer.

@@ -7,9 +7,9 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use super::http::finish;
+use super::http::{api_error, finish};
 use super::{Body, Http, full};
 use crate::error::CliError;
 
@@ -126,14 +126,7 @@ impl Agent {
 fn failure(method: &'static str, status: u16, body: &[u8]) -> CliError {
     match serde_json::from_slice::<RpcError>(body) {
         Ok(error) => CliError::Rpc { context: method, code: error.code, message: error.message },
-        Err(_) => {
-            let value: Value = serde_json::from_slice(body).unwrap_or(json!({}));
-            let message = value.get("message").and_then(Value::as_str).map(str::to_owned);
-            CliError::Api {
-                status,
-                message: message.unwrap_or_else(|| String::from_utf8_lossy(body).into_owned()),
-            }
-        }
+        Err(_) => api_error(status, body),
     }
 }
 

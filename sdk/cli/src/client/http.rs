@@ -96,7 +96,7 @@ impl Http {
             .await
             .map(http_body_util::Collected::to_bytes)
             .unwrap_or_default();
-        Err(CliError::Api { status, message: error_message(&body) })
+        Err(api_error(status, &body))
     }
 
     /// Sends a request and hands back whatever comes.
@@ -125,12 +125,16 @@ impl Http {
     }
 }
 
-/// The `message` of an error body, or the body itself.
-fn error_message(body: &[u8]) -> String {
-    let parsed: Option<String> = serde_json::from_slice::<serde_json::Value>(body)
-        .ok()
-        .and_then(|value| value.get("message")?.as_str().map(str::to_owned));
-    parsed.unwrap_or_else(|| String::from_utf8_lossy(body).trim().to_owned())
+/// What an error reply says: its `message` and `error_code`, or the body itself.
+pub(super) fn api_error(status: u16, body: &[u8]) -> CliError {
+    let parsed = serde_json::from_slice::<serde_json::Value>(body).unwrap_or_default();
+    let text = |name: &str| parsed.get(name)?.as_str().map(str::to_owned);
+    let plain = || String::from_utf8_lossy(body).trim().to_owned();
+    CliError::Api {
+        status,
+        message: text("message").unwrap_or_else(plain),
+        code: text("error_code"),
+    }
 }
 
 /// Builds a request from parts that are known to be valid.
@@ -151,11 +155,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn error_message_prefers_the_message_field() {
+    fn api_error_takes_message_and_code_of_the_body() {
+        let of = |body: &[u8]| match api_error(404, body) {
+            CliError::Api { status: 404, message, code } => (message, code),
+            other => panic!("{other}"),
+        };
         assert_eq!(
-            error_message(br#"{"code":404,"message":"no such sandbox"}"#),
-            "no such sandbox"
+            of(br#"{"code":404,"message":"no such sandbox"}"#),
+            ("no such sandbox".to_owned(), None)
         );
-        assert_eq!(error_message(b"plain\n"), "plain");
+        let coded = of(br#"{"message":"wait","error_code":"being_built"}"#);
+        assert_eq!(coded, ("wait".to_owned(), Some("being_built".to_owned())));
+        assert_eq!(of(b"plain\n"), ("plain".to_owned(), None));
     }
 }

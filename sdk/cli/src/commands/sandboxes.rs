@@ -62,22 +62,40 @@ fn row(sandbox: &Sandbox, now: Timestamp) -> Vec<String> {
     ]
 }
 
+/// Does `act` to each sandbox and tells of those to which it could not be done; gives up only
+/// when nobody answers. Returns the sandboxes for which `act` said that it was done, and
+/// whether none failed.
+async fn each<'a>(
+    ids: &'a [String],
+    output: Output,
+    act: impl AsyncFn(&str) -> Result<bool, CliError>,
+) -> Result<(Vec<&'a str>, bool), CliError> {
+    let mut done = Vec::new();
+    let mut all = true;
+    for id in ids {
+        match act(id).await {
+            Ok(true) => done.push(id.as_str()),
+            Ok(false) => {}
+            Err(error @ CliError::Connect { .. }) => return Err(error),
+            Err(error) => {
+                all = false;
+                output.error(&error);
+            }
+        }
+    }
+    Ok((done, all))
+}
+
 /// Pauses all that it can; fails if one could not be paused.
 pub(super) async fn pause(
     http: &Http,
     pause: &Pause,
     output: Output,
 ) -> Result<ExitCode, CliError> {
-    let mut paused = Vec::new();
-    for id in &pause.ids {
-        match http.pause(id).await {
-            Ok(()) => paused.push(id.as_str()),
-            Err(error @ CliError::Connect { .. }) => return Err(error),
-            Err(error) => output.error(&error),
-        }
-    }
+    let act = async |id: &str| http.pause(id).await.map(|()| true);
+    let (paused, all) = each(&pause.ids, output, act).await?;
     output.result(&json!({"paused": paused}), || paused.join("\n"));
-    Ok(all_or_nothing(paused.len() == pause.ids.len()))
+    Ok(all_or_nothing(all))
 }
 
 pub(super) async fn resume(http: &Http, resume: &Resume, output: Output) -> Result<(), CliError> {
@@ -93,9 +111,11 @@ pub(super) async fn fork(http: &Http, fork: &Fork, output: Output) -> Result<Exi
     for child in &children {
         match (&child.sandbox, &child.error) {
             (Some(sandbox), _) => ids.push(sandbox.id.as_str()),
-            (None, Some(error)) => {
-                output.error(&CliError::Api { status: error.code, message: error.message.clone() })
-            }
+            (None, Some(error)) => output.error(&CliError::Api {
+                status: error.code,
+                message: error.message.clone(),
+                code: error.error_code.clone(),
+            }),
             (None, None) => {}
         }
     }
@@ -114,22 +134,14 @@ pub(super) async fn kill(http: &Http, kill: &Kill, output: Output) -> Result<Exi
     } else {
         kill.ids.clone()
     };
-    let mut killed = Vec::new();
-    let mut failed = false;
-    for id in ids {
-        match http.kill(&id).await {
-            Ok(()) => killed.push(id),
-            // With --all, one that ended meanwhile is as good as killed.
-            Err(CliError::Api { status: 404, .. }) if kill.all => {}
-            Err(error @ CliError::Connect { .. }) => return Err(error),
-            Err(error) => {
-                failed = true;
-                output.error(&error);
-            }
-        }
-    }
+    let act = async |id: &str| match http.kill(id).await {
+        // With --all, one that ended meanwhile is as good as killed.
+        Err(CliError::Api { status: 404, .. }) if kill.all => Ok(false),
+        outcome => outcome.map(|()| true),
+    };
+    let (killed, all) = each(&ids, output, act).await?;
     output.result(&json!({"killed": killed}), || killed.join("\n"));
-    Ok(all_or_nothing(!failed))
+    Ok(all_or_nothing(all))
 }
 
 pub(super) async fn logs(http: &Http, id: &str, output: Output) -> Result<(), CliError> {

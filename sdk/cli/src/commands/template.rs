@@ -47,7 +47,7 @@ pub(super) async fn build(
     .await
 }
 
-fn request(flags: &TemplateBuild) -> Result<BuildRequest, CliError> {
+pub(super) fn request(flags: &TemplateBuild) -> Result<BuildRequest, CliError> {
     let image = flags.image.clone().or_else(|| locate::image(&flags.name)).ok_or_else(|| {
         CliError::said(
             format!("no root image is named and none was built as '{}'", flags.name),
@@ -72,7 +72,7 @@ fn request(flags: &TemplateBuild) -> Result<BuildRequest, CliError> {
 }
 
 /// The daemon has another working directory.
-pub(super) fn absolute(path: &Path) -> Result<PathBuf, CliError> {
+fn absolute(path: &Path) -> Result<PathBuf, CliError> {
     path.canonicalize().map_err(CliError::file("look at", path))
 }
 

@@ -10,9 +10,8 @@ use tokio::process::{Child, Command};
 
 use super::{doctor, template};
 use crate::client::Http;
-use crate::client::templates::BuildRequest;
 use crate::error::CliError;
-use crate::flags::{DEFAULT_RUN_DIRECTORY, Down, RUN_DIRECTORY_VARIABLE, Up};
+use crate::flags::{DEFAULT_RUN_DIRECTORY, Down, RUN_DIRECTORY_VARIABLE, TemplateBuild, Up};
 use crate::locate::{self, Variant};
 use crate::output::Output;
 use crate::settings::Settings;
@@ -129,17 +128,15 @@ async fn ready(settings: &Settings, up: &Up, output: Output) -> Result<(), CliEr
     if templates.is_empty() && !up.no_template {
         match up.image.clone().or_else(|| locate::image(DEFAULT_TEMPLATE)) {
             Some(image) => {
-                // The daemon's own may be from before the kernel was built.
-                let kernel = up.kernel.clone().or_else(|| locate::kernel(Variant::Up));
-                let request = BuildRequest {
+                let request = template::request(&TemplateBuild {
                     name: DEFAULT_TEMPLATE.to_owned(),
-                    aliases: Vec::new(),
-                    rootfs: template::absolute(&image)?,
-                    kernel: kernel.as_deref().map(template::absolute).transpose()?,
+                    image: Some(image),
+                    kernel: up.kernel.clone(),
+                    memory: None,
+                    disk: None,
                     vcpus: None,
-                    memory_mib: None,
-                    disk_mib: None,
-                };
+                    alias: Vec::new(),
+                })?;
                 match template::build(&http, &request, output).await {
                     Err(error) if error.is_under_way() => wait_for_template(&http, output).await?,
                     outcome => outcome?,
