@@ -33,10 +33,35 @@ impl Purpose {
     }
 }
 
+/// A file that is removed when this is dropped, unless it may stay.
+pub struct Unkept(PathBuf);
+
+impl Unkept {
+    /// The file at `path`.
+    pub fn new(path: PathBuf) -> Self {
+        Self(path)
+    }
+
+    /// It stays.
+    pub fn keep(mut self) {
+        self.0 = PathBuf::new();
+    }
+}
+
+impl Drop for Unkept {
+    fn drop(&mut self) {
+        if !self.0.as_os_str().is_empty() {
+            // Through a link that pointed nowhere, the link is kept. It may be gone with its
+            // directory.
+            let _ = std::fs::canonicalize(&self.0).and_then(std::fs::remove_file);
+        }
+    }
+}
+
 /// A file beside its destination. It is removed unless it takes its place, so what was
 /// there before stays when it cannot be finished.
 pub struct Unfinished {
-    path: PathBuf,
+    unkept: Unkept,
     destination: PathBuf,
     /// The file, open for writing.
     pub file: File,
@@ -69,7 +94,7 @@ impl Unfinished {
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => continue,
                 other => other?,
             };
-            let unfinished = Self { path, destination, file };
+            let unfinished = Self { unkept: Unkept::new(path), destination, file };
             if let Some(before) = before {
                 let mode = before.mode() & 0o7777;
                 if unfinished.file.metadata()?.mode() & 0o7777 != mode {
@@ -81,18 +106,9 @@ impl Unfinished {
     }
 
     /// Takes its place, in one step.
-    pub fn finish(mut self) -> io::Result<()> {
-        std::fs::rename(&self.path, &self.destination)?;
-        self.path = PathBuf::new();
+    pub fn finish(self) -> io::Result<()> {
+        std::fs::rename(&self.unkept.0, &self.destination)?;
+        self.unkept.keep();
         Ok(())
-    }
-}
-
-impl Drop for Unfinished {
-    fn drop(&mut self) {
-        if !self.path.as_os_str().is_empty() {
-            // It may be gone with its directory.
-            let _ = std::fs::remove_file(&self.path);
-        }
     }
 }

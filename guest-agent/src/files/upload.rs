@@ -13,7 +13,7 @@ use serde::Serialize;
 
 use super::encoding::PlainBody;
 use super::multipart::Multipart;
-use super::unfinished::Unfinished;
+use super::unfinished::{Unfinished, Unkept};
 use super::{FileError, metadata, owner};
 use crate::agent::Agent;
 use crate::http::{self as web, Query, Reply};
@@ -95,26 +95,10 @@ struct Writer {
 /// Where the bytes go until all are there. An upload that breaks off leaves nothing of
 /// itself, and what was there before.
 enum Target {
-    /// There was nothing: the file itself, removed when it stays unfinished.
-    New(NewFile),
+    /// There was nothing: the file itself.
+    New(File, Unkept),
     /// There was a file.
     Replacement(Unfinished),
-}
-
-struct NewFile {
-    file: File,
-    /// Empty once it may stay.
-    path: PathBuf,
-}
-
-impl Drop for NewFile {
-    fn drop(&mut self) {
-        if !self.path.as_os_str().is_empty() {
-            // Through a link that pointed nowhere, the link is kept.
-            let real = std::fs::canonicalize(&self.path);
-            let _ = real.and_then(std::fs::remove_file);
-        }
-    }
 }
 
 impl Writer {
@@ -138,10 +122,7 @@ impl Writer {
                 owner::make_directories(parent, user).await.map_err(|error| {
                     FileError::from_io(format_args!("make '{}'", parent.display()), &error)
                 })?;
-                Target::New(NewFile {
-                    file: open_new(path).map_err(failed)?,
-                    path: path.to_owned(),
-                })
+                Target::New(open_new(path).map_err(failed)?, Unkept::new(path.to_owned()))
             }
             Err(error) => return Err(failed(error)),
         };
@@ -154,7 +135,7 @@ impl Writer {
 
     fn file(&self) -> &File {
         match &self.target {
-            Target::New(new) => &new.file,
+            Target::New(file, _) => file,
             Target::Replacement(unfinished) => &unfinished.file,
         }
     }
@@ -168,7 +149,7 @@ impl Writer {
     fn finish(self, metadata: &BTreeMap<String, String>) -> Result<Stored, FileError> {
         metadata::replace(self.file(), metadata)?;
         match self.target {
-            Target::New(mut new) => new.path = PathBuf::new(),
+            Target::New(_, unkept) => unkept.keep(),
             Target::Replacement(unfinished) => unfinished.finish().map_err(|error| {
                 FileError::from_io(format_args!("replace '{}'", self.path.display()), &error)
             })?,
