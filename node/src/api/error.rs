@@ -43,6 +43,12 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, format!("sandbox \"{id}\" doesn't exist"))
     }
 
+    /// Clients take 404 for "does not run"; the message tells why.
+    pub fn paused(id: &str) -> Self {
+        let id = crate::ids::shorten(id);
+        Self::new(StatusCode::NOT_FOUND, format!("sandbox \"{id}\" is paused; resume it first"))
+    }
+
     pub fn no_template(name: &str) -> Self {
         let name = crate::ids::shorten(name);
         Self::new(StatusCode::NOT_FOUND, format!("template '{name}' not found"))

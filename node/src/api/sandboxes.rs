@@ -258,7 +258,10 @@ fn seconds(app: &App, timeout: i64) -> Result<Duration, ApiError> {
 }
 
 pub fn running(app: &App, id: &str) -> Result<Arc<Sandbox>, ApiError> {
-    app.sandboxes.running(id).ok_or_else(|| ApiError::no_sandbox(id))
+    app.sandboxes.running(id).ok_or_else(|| match app.sandboxes.lasting(id) {
+        Some(_) => ApiError::paused(id),
+        None => ApiError::no_sandbox(id),
+    })
 }
 
 /// One that runs or is paused.

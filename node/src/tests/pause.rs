@@ -200,6 +200,7 @@ async fn children_have_tokens_and_numbers_of_their_own() {
     pause(&node, &id).await;
     let reply = node.api(Method::POST, &path, Some(json!({ "count": 1 }))).await;
     assert_eq!(reply.status, StatusCode::NOT_FOUND);
+    assert!(reply.json()["message"].as_str().unwrap().contains("is paused; resume it first"));
 }
 
 #[tokio::test]

@@ -85,7 +85,9 @@ impl CliError {
             Self::Api { status: 404, message, .. } if message.contains("emplate") => {
                 "`warren template ls` lists templates; `warren template build` makes one"
             }
-            Self::Api { status: 404 | 502, .. } => "`warren ls` lists the sandboxes that live",
+            Self::Api { status: 404 | 502, .. } => {
+                "`warren ls` lists the sandboxes; `warren resume` wakes one that is paused"
+            }
             Self::Api { status: 507, .. } => {
                 "free disk space under the state directory, or the sandbox's own disk"
             }

@@ -46,6 +46,12 @@ impl Settings {
         variables
     }
 
+    /// The run directory that the node uses, which may run already and in another than one
+    /// would start it with. `None` if its state directory cannot be read.
+    pub(crate) fn run_directory(&self) -> Option<PathBuf> {
+        std::fs::read_to_string(self.state_directory.join("run-directory")).ok().map(PathBuf::from)
+    }
+
     /// The key given, or the one the daemon left for local users. Read late: the
     /// daemon may be starting.
     pub(crate) fn api_key(&self) -> Option<String> {

@@ -148,18 +148,19 @@ async fn ready(settings: &Settings, up: &Up, output: Output) -> Result<(), CliEr
         }
     }
     let key = settings.api_key();
+    let run_directory = settings.run_directory().unwrap_or_else(|| up.run_dir.clone());
     let value = json!({
         "url": settings.url(),
         "apiKey": key,
         "stateDir": settings.state_directory,
-        "runDir": up.run_dir,
+        "runDir": run_directory,
     });
     output.result(&value, || {
         let url = settings.url();
         let key = key.clone().unwrap_or_else(|| "<key>".to_owned());
         let sdk = [("E2B_API_URL", url.clone()), ("E2B_SANDBOX_URL", url), ("E2B_API_KEY", key)];
-        let run = (up.run_dir != Path::new(DEFAULT_RUN_DIRECTORY))
-            .then(|| (RUN_DIRECTORY_VARIABLE, up.run_dir.display().to_string()));
+        let run = (run_directory != Path::new(DEFAULT_RUN_DIRECTORY))
+            .then(|| (RUN_DIRECTORY_VARIABLE, run_directory.display().to_string()));
         let lines = sdk.into_iter().chain(settings.variables()).chain(run);
         lines.map(|(name, value)| format!("export {name}={value}")).collect::<Vec<_>>().join("\n")
     });
